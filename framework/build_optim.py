@@ -5,10 +5,9 @@ from fnmatch import fnmatchcase
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-
-from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
