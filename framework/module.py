@@ -3,8 +3,9 @@
 Nothing is taken away: every hook of LightningModule can be overridden, and it runs under any Lightning strategy.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,6 +16,7 @@ from shardlight.framework.build_optim import build_optimizer, build_schedule
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 _WEIGHT = "_shardlight_weight"  # attribute on a tensor made by `weighted`: what its mean was taken over
 
@@ -55,12 +57,15 @@ class TrainingModule(LightningModule):
         schedule = build_schedule(optimizer, self.schedule_config, total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def token_loss(self, logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """Mean cross entropy per valid label in nats, through `weighted`.
+    def token_loss(
+        self, logits: Tensor, labels: Tensor, ignore_index: int = -100, unit: Literal["nats", "bits"] = "nats"
+    ) -> Tensor:
+        """Mean cross entropy per valid label, through `weighted`.
 
         Args:
             logits: (..., V), any float dtype; computed in at least float32.
             labels: (...), int64 in [0, V), or `ignore_index` where a position does not count.
+            unit: nats to train on; bits (nats / ln 2) to report bits per byte where a label is a byte.
         Returns: 0-dim; 0, still attached to the graph, when no label is valid.
         Raises: ValueError: the shapes do not belong together.
         """
@@ -72,10 +77,12 @@ class TrainingModule(LightningModule):
         flat = logits.reshape(-1, logits.shape[-1])
         flat = flat if flat.dtype == torch.float64 else flat.float()
         loss_sum = F.cross_entropy(flat, labels.reshape(-1), ignore_index=ignore_index, reduction="sum")
+        if unit == "bits":
+            loss_sum = loss_sum / math.log(2)
         return self.weighted(loss_sum, (labels != ignore_index).sum())
 
     def weighted(self, loss_sum: Tensor, weight: float | Tensor) -> Tensor:
-        """Returns `loss_sum / weight` and makes its mean exact over ranks and micro-batches, see [Note: weighted losses].
+        """Returns `loss_sum / weight`, exact over ranks and micro-batches: see [Note: weighted losses].
 
         In a training step: once per step, for the loss that the step returns.
 
@@ -94,6 +101,7 @@ class TrainingModule(LightningModule):
         setattr(mean, _WEIGHT, weight)
         return mean
 
+    @override
     def log(
         self,
         name: str,
@@ -141,6 +149,7 @@ class TrainingModule(LightningModule):
             rank_zero_only=rank_zero_only,
         )
 
+    @override
     def log_dict(
         self,
         dictionary: Mapping[str, Any],
