@@ -1,0 +1,103 @@
+"""Imports point one way: a folder may import only what stands before it, absolutely, at the top of the file."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAME = "shardlight"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ["ops", "strategies", "framework", "templates", "cli"]  # lowest first; some may not exist yet
+HEAVY = ("torch", "lightning", "torchmetrics", "matplotlib", "tensorboard")  # not for a command that only answers
+# Packages that a file may import late, inside a function: those a user may not have, and those too slow for --help.
+LATE_PACKAGES = {"matplotlib", "tensorboard", "rich", "pynvml"}
+
+
+def sources() -> list[Path]:
+    """Every product file: the folders that exist, and cli.py."""
+    files = [p for folder in FOLDERS[:-1] for p in sorted((ROOT / folder).rglob("*.py"))]
+    return files + [p for p in [ROOT / "cli.py"] if p.exists()]
+
+
+def imports(path: Path):
+    """Yields (line, dotted target, inside a function, for the type checker only) of each import in a file."""
+    tree = ast.parse(path.read_text())
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(n) for f in functions for n in ast.walk(f)}
+    guarded = {
+        id(n)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for n in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            targets = {f"{module}.{a.name}" if f"{module}.{a.name}" in MODULES else module for a in node.names}
+        else:
+            continue
+        for target in targets:
+            yield node.lineno, target, id(node) in inside, id(node) in guarded
+
+
+def ours(target: str) -> bool:
+    """Whether an import names our code, in whatever form."""
+    return target.startswith(".") or target.split(".")[0] in (NAME, *FOLDERS)
+
+
+def module_name(path: Path) -> str:
+    """The dotted name a file is imported by."""
+    return ".".join([NAME, *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+SOURCES = sources()
+MODULES = {module_name(path) for path in SOURCES}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = str(path.relative_to(ROOT))
+    folder = here.split("/")[0].removesuffix(".py")
+    for line, target, late, _ in imports(path):
+        if ours(target):
+            assert target.startswith(NAME + "."), f"{here}:{line}: write 'from {NAME}.… import …', not '{target}'"
+            other = target.split(".")[1]
+            assert FOLDERS.index(other) <= FOLDERS.index(folder), f"{here}:{line}: {folder} may not import {other}"
+        if late and folder != "cli":
+            assert target.split(".")[0] in LATE_PACKAGES, f"{here}:{line}: import {target} at the top of the file"
+
+
+def test_no_import_cycle():
+    """A package's `__init__` counts as importing what it names; that `import a.b` runs `a` too is no cycle here."""
+    edges = {}
+    for path in SOURCES:
+        found = {target for _, target, late, guarded in imports(path) if not late and not guarded}
+        edges[module_name(path)] = (found & MODULES) - {module_name(path)}
+    while leaves := [m for m, out in edges.items() if not out]:
+        for module in leaves:
+            del edges[module]
+        for out in edges.values():
+            out.difference_update(leaves)
+    assert not edges, f"import cycle among {sorted(edges)}"
+
+
+@pytest.mark.parametrize("module", ["framework", "cli"])
+def test_a_light_module_does_not_import_torch(module):
+    """`shardlight --help` answers in 0.3 s: neither the command line nor the bare framework package imports torch."""
+    script = f"import sys, {NAME}.{module}\nprint([m for m in {HEAVY} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]", f"import {NAME}.{module} brings in {run.stdout}"
+
+
+def test_every_lazy_name_of_the_framework_is_there():
+    """`framework/__init__.py` serves names on first use (PEP 562): each name it promises must exist."""
+    script = f"import {NAME}.framework as f\nnames = [getattr(f, name) and name for name in f.__all__]\n"
+    script += "print(len(names), set(names) <= set(dir(f)))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[0]) > 0 and run.stdout.split()[1] == "True"

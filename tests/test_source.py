@@ -1,0 +1,36 @@
+"""Every product file says on its first line what it is for, and is short enough to hold in the head."""
+
+import ast
+
+import pytest
+from test_layering import ROOT, SOURCES
+
+LINES = 500
+FILES = SOURCES + sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "tests").glob("*.py"))
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "managers", "misc", "common"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_says_what_it_is_for_and_is_short(path):
+    text = path.read_text()
+    assert text.startswith('"""'), "the first line is the docstring: what the file is for"
+    assert len(ast.get_docstring(ast.parse(text)).splitlines()[0]) > 20
+    assert len(text.splitlines()) <= LINES
+    assert path.stem not in VAGUE_NAMES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_command_line_prints(path):
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    prints = [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+    assert path.name == "cli.py" or not prints, f"print in lines {prints}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_fault_is_swallowed(path):
+    """`except Exception` is allowed where it raises again; a bare `except:` never."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            wide = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
+            assert not wide or raises, f"line {node.lineno}: catches everything and goes on"
