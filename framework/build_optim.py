@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.strategies.errors import ShardlightError
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,7 +19,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.O
     Groups: "decay" and "no_decay" (see `decay_groups`), empty ones left out. Says once, on rank 0, which class runs
     and what is decayed.
 
-    Raises: ValueError: nothing to train, or a `no_decay` pattern that matches no parameter.
+    Raises: ShardlightError: nothing to train, or a `no_decay` pattern that matches no parameter.
     """
     decay, no_decay = decay_groups(module, config)
     groups = [
@@ -30,7 +31,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.O
         if params
     ]
     if not groups:
-        raise ValueError(f"optimizer: {type(module).__name__} has no parameter with requires_grad=True to train")
+        raise ShardlightError(f"optimizer: {type(module).__name__} has no parameter with requires_grad=True to train")
     if config.name == "sgd":
         options = {"momentum": config.momentum, "nesterov": config.nesterov}
     else:
@@ -48,7 +49,7 @@ def decay_groups(module: nn.Module, config: OptimizerConfig) -> tuple[dict[str, 
     own name contains "bias", and the tables of embeddings.
 
     Returns: (decayed, exempt), each name -> parameter; disjoint, together every trainable parameter exactly once.
-    Raises: ValueError: a `no_decay` pattern matches no parameter.
+    Raises: ShardlightError: a `no_decay` pattern matches no parameter.
     """
     first_names: dict[nn.Parameter, str] = {}
     exempt: set[nn.Parameter] = set()
@@ -63,7 +64,7 @@ def decay_groups(module: nn.Module, config: OptimizerConfig) -> tuple[dict[str, 
                 exempt.add(param)
     if unmatched := [pattern for pattern in config.no_decay if pattern not in matched]:
         some = ", ".join(list(first_names.values())[:5])
-        raise ValueError(f"optimizer.no_decay: {unmatched} match no parameter; names look like: {some}")
+        raise ShardlightError(f"optimizer.no_decay: {unmatched} match no parameter; names look like: {some}")
     trainable = [(name, param) for param, name in first_names.items() if param.requires_grad]
     return (
         {name: param for name, param in trainable if param not in exempt},
@@ -111,17 +112,17 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, tot
     Args:
         total_steps: optimizer steps of the whole training, used where `config.total_steps` is unset;
             `constant` does not use it.
-    Raises: ValueError: the end is unknown (infinite), or the warmup does not fit before it.
+    Raises: ShardlightError: the end is unknown (infinite), or the warmup does not fit before it.
     """
     total_steps = total_steps if config.total_steps is None else config.total_steps
     if config.name != "constant":
         if not math.isfinite(total_steps):
-            raise ValueError(
+            raise ShardlightError(
                 f"schedule: {config.name} needs an end, and the length of the training is unknown. "
                 "Set schedule.total_steps or trainer.max_steps."
             )
         if total_steps <= config.warmup_steps:
-            raise ValueError(
+            raise ShardlightError(
                 f"schedule: warmup_steps {config.warmup_steps} does not fit into {total_steps} optimizer steps. "
                 "Lower warmup_steps, or train longer."
             )

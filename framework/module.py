@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from shardlight.framework.build_optim import build_optimizer, build_schedule
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.strategies.errors import ShardlightError
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
@@ -41,10 +41,10 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Builds optimizer and schedule from the two configs; override it to build your own.
 
-        Raises: MisconfigurationException: there is no optimizer config.
+        Raises: ShardlightError: there is no optimizer config.
         """
         if self.optimizer_config is None:
-            raise MisconfigurationException(
+            raise ShardlightError(
                 f"{type(self).__name__} has no optimizer: set optimizer in the config, e.g. "
                 "optimizer: {name: adamw, lr: 3e-4}, or override configure_optimizers."
             )
