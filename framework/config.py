@@ -1,0 +1,312 @@
+"""A whole config checked before any process starts: all faults at once, each with its place and a mend."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from shardlight.framework.check import BAD, Checker, show
+from shardlight.framework.classes import ClassConfig, Classes, parameters, project_root
+from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
+from shardlight.framework.resolve import interpolate, load_tree, named_strategy
+from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
+from shardlight.framework.source import BROKEN, Node, from_python
+from shardlight.strategies import STRATEGIES
+
+SYNONYMS = {
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "accumulation_steps": "trainer.accumulate_grad_batches",
+    "accumulate": "trainer.accumulate_grad_batches",
+    "train_batch_size": "trainer.global_batch_size",
+    "gradient_clipping": "trainer.gradient_clip_val",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "learning_rate": "optimizer.lr",
+    "num_epochs": "trainer.max_epochs",
+    "epochs": "trainer.max_epochs",
+}
+"""What other tools call our keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A checked config and where each of its values was written.
+
+    Attributes:
+        config: the frozen config.
+        tree: the merged and resolved source.
+        derived: dotted path -> why a value that nobody wrote is what it is.
+    """
+
+    config: Config
+    tree: Node
+    derived: Mapping[str, str]
+
+    def origin(self, path: str) -> str:
+        """Where the value at a dotted path was written: a file and line, "command line", "default", ..."""
+        node = self.tree.find(path)
+        if path in self.derived:
+            return self.derived[path]
+        return str(DEFAULT if node is None else node.origin)
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = (), trust: Iterable[str] = ()) -> Config:
+    """Reads and checks a config file.
+
+    Args:
+        path: of the YAML file.
+        overrides: `key.path=value` each; they win over the file.
+        trust: packages outside the project whose classes the config may name.
+    Raises: ConfigError: with every fault of the config.
+    """
+    return load(path, overrides, trust).config
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = (), trust: Iterable[str] = ()) -> Loaded:
+    """As `load_config`, with the origin of every value."""
+    path = os.fspath(path)
+    tree, faults = load_tree(path, overrides)
+    folder = Path(path).resolve().parent
+    return _Building(tree, faults, folder).build(trust)
+
+
+def config_from_dict(
+    values: Mapping[str, Any], *, root: str | os.PathLike[str] = ".", trust: Iterable[str] = ()
+) -> Config:
+    """Checks a config given as plain Python containers, by the same rules as a file.
+
+    Args:
+        values: as the YAML file would hold them.
+        root: the folder the config would lie in.
+        trust: packages outside the project whose classes the config may name.
+    Raises: ConfigError: with every fault of the config.
+    """
+    tree = named_strategy(from_python(values))
+    faults: list[Fault] = []
+    return _Building(interpolate(tree, faults), faults, Path(root).resolve()).build(trust).config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as plain containers that load to the same config; `extends` is already merged in."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "extends":
+            continue
+        if isinstance(value, StrategyConfig):
+            value = {"name": value.name, **dataclasses.asdict(value.options)}
+        elif field.name == "callbacks":
+            value = {name: None if item is None else _plain_class(item) for name, item in value.items()}
+        values[field.name] = _plain_class(value) if isinstance(value, ClassConfig) else _plain(value)
+    return values
+
+
+def _plain_class(item: ClassConfig) -> dict[str, Any]:
+    return {"class": item.class_path, **{name: _plain(value) for name, value in item.arguments.items()}}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _fields(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+class _Building:
+    """One config being built from its tree."""
+
+    def __init__(self, tree: Node, faults: list[Fault], folder: Path):
+        self.tree = tree
+        self.faults = faults
+        self.folder = folder
+        self.checker = Checker(faults, self._elsewhere)
+        self.classes: dict[str, ClassConfig] = {}
+        self.targets: dict[str, type] = {}
+        self.derived: dict[str, str] = {}
+
+    def build(self, trust: Iterable[str]) -> Loaded:
+        values = self.tree.value
+        for key, node in values.items():
+            if key not in _fields(Config):
+                self.checker.unknown("", key, node, _fields(Config), "a key of the config")
+        parts: dict[str, Any] = {}
+        root, trust = project_root(self.folder), tuple(trust)
+        # A first look without faults, so that a key of the data class is known as such wherever else it stands.
+        scout = Classes(root, trust, Checker([]))
+        for name, base in (("module", LightningModule), ("data", LightningDataModule)):
+            scout.load(values.get(name), base, name, self.tree)
+        self.targets = scout.targets
+        importer = Classes(root, trust, self.checker)
+        for name, base in (("module", LightningModule), ("data", LightningDataModule)):
+            parts[name] = importer.load(values.get(name), base, name, self.tree)
+            if parts[name] is not None:
+                self.classes[name] = parts[name]
+        parts["callbacks"] = MappingProxyType(dict(self._callbacks(importer)))
+        trainer = self._section("trainer")
+        for name in ("run", "optimizer", "schedule", "checkpoint"):
+            parts[name] = self._section(name)
+        for name, kind in (("seed", int), ("resume", str | None)):
+            if name in values:
+                parts[name] = self.checker.convert(values[name], kind, name)
+        parts["vars"] = MappingProxyType(self._mapping("vars"))
+        parts["extends"] = tuple(self._extends())
+        parts["trainer"] = trainer if trainer is BAD else self._length(self._batches(trainer))
+        parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
+        self._resume(parts.get("resume"))
+        if self.faults:
+            raise ConfigError(self.faults)
+        if parts["run"].name is None:
+            self.derived["run.name"] = "the config's folder"
+            parts["run"] = dataclasses.replace(parts["run"], name=self.folder.name or "run")
+        return Loaded(Config(**parts), self.tree, MappingProxyType(self.derived))
+
+    def _section(self, name: str) -> Any:
+        node = self.tree.value.get(name)
+        if name in ("optimizer", "schedule", "checkpoint") and node is not None and node.value is None:
+            return None
+        if name in ("optimizer", "schedule") and node is None:
+            return None
+        return self.checker.section(node, SECTIONS[name], name)
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        node = self.tree.value.get(name)
+        if node is None or node.value is None:
+            return {}
+        value = self.checker.convert(node, dict[str, Any], name)
+        return {} if value is BAD else value
+
+    def _extends(self) -> list[str]:
+        node = self.tree.value.get("extends")
+        value = None if node is None else node.plain()
+        return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+    def _callbacks(self, importer: Classes) -> Iterator[tuple[str, ClassConfig | None]]:
+        node = self.tree.value.get("callbacks")
+        if node is None or node.value is None:
+            return
+        if not isinstance(node.value, dict):
+            self.checker.fault(node, f"callbacks must be a mapping of names to {{class: ...}}, got {show(node)}.")
+            return
+        for name, item in node.value.items():
+            if item.value is None:
+                yield name, None
+            else:
+                yield name, importer.load(item, Callback, f"callbacks.{name}", node)
+
+    def _strategy(self, trainer: TrainerConfig | None) -> StrategyConfig | None:
+        node = self.tree.value.get("strategy")
+        world_size = 1 if trainer is None else trainer.world_size
+        if node is None or node.value is None:
+            name = "single" if world_size == 1 else "ddp"
+            self.derived["strategy.name"] = f"default for {world_size} process{'es' if world_size > 1 else ''}"
+            return StrategyConfig(name=name, options=STRATEGIES[name].Options())
+        name = self._strategy_name(node)
+        if name is None:
+            return None
+        options = Node({key: item for key, item in node.value.items() if key != "name"}, node.origin)
+        made = self.checker.section(options, STRATEGIES[name].Options, "strategy", f"an option of {name}")
+        if name == "single" and world_size > 1:
+            product = f"trainer.devices {trainer.devices} x trainer.num_nodes {trainer.num_nodes} = {world_size}"
+            others = ", ".join(other for other in STRATEGIES if other != "single")
+            text = f"strategy single runs in one process, but {product}. Choose {others}, or set both to 1."
+            self.checker.fault(node.value["name"], text)
+        return None if made is BAD else StrategyConfig(name=name, options=made)
+
+    def _strategy_name(self, node: Node) -> str | None:
+        if node.value is BROKEN:
+            return None
+        if not isinstance(node.value, dict):
+            self.checker.fault(node, f"strategy must be a name or a mapping, got {show(node)}.")
+            return None
+        named = node.value.get("name")
+        if named is None:
+            self.checker.fault(node, f"strategy.name is missing: one of {', '.join(STRATEGIES)}.")
+        elif named.value is not BROKEN and named.value not in STRATEGIES:
+            mend = suggest(str(named.value), STRATEGIES)
+            self.checker.fault(named, f"strategy.name must be a strategy, got {show(named)}.{mend}")
+        return named.value if named is not None and named.value in STRATEGIES else None
+
+    def _batches(self, trainer: TrainerConfig) -> TrainerConfig:
+        """Global batch = batch per rank x accumulation x ranks: checks it, or derives the accumulation."""
+        data, whole, accumulate = self.classes.get("data"), trainer.global_batch_size, trainer.accumulate_grad_batches
+        if whole is None:
+            return dataclasses.replace(trainer, accumulate_grad_batches=accumulate or 1)
+        home = self.tree.find("trainer.global_batch_size") or self.tree
+        batch = None if data is None else data.argument("batch_size")
+        if not isinstance(batch, int) or batch < 1:
+            if data is not None:
+                text = f"{data.class_path} has no such argument" if batch is None else f"it is {batch}"
+                text = f"trainer.global_batch_size needs data.batch_size, a positive whole number, but {text}."
+                self.checker.fault(home, text)
+            return trainer
+        ranks = f"trainer.devices {trainer.devices} x trainer.num_nodes {trainer.num_nodes}"
+        if accumulate is None:
+            divisor = batch * trainer.world_size
+            if whole % divisor:
+                terms = f"{divisor} = data.batch_size {batch} x {ranks}"
+                self.checker.fault(home, f"trainer.global_batch_size {whole} is not divisible by {terms}.")
+            self.derived["trainer.accumulate_grad_batches"] = f"from trainer.global_batch_size, {home.origin}"
+            return dataclasses.replace(trainer, accumulate_grad_batches=max(1, whole // divisor))
+        product = batch * accumulate * trainer.world_size
+        if product != whole:
+            terms = f"data.batch_size {batch} x trainer.accumulate_grad_batches {accumulate} x {ranks} = {product}"
+            text = f"trainer.global_batch_size is {whole}, but {terms}. Make them agree, or leave one out."
+            self.checker.fault(home, text)
+        return trainer
+
+    def _length(self, trainer: TrainerConfig) -> TrainerConfig:
+        if trainer is not BAD and trainer.max_steps is None and trainer.max_epochs is None:
+            node = self.tree.value.get("trainer") or self.tree
+            self.checker.fault(node, "trainer.max_steps is missing: set it, or trainer.max_epochs.")
+        return trainer
+
+    def _resume(self, path: Any) -> None:
+        if isinstance(path, str) and not os.path.exists(path):
+            self.checker.fault(self.tree.value["resume"], f"resume: there is no checkpoint {path}.")
+
+    def _homes(self, key: str) -> list[tuple[str, str]]:
+        """(section, "a key of trainer") of every section that knows the key."""
+        named = self.tree.find("strategy.name")
+        chosen = str(named.value) if named is not None else ""
+        homes = [(name, f"a key of {name}") for name in SECTIONS if key in _fields(SECTIONS[name])]
+        for name in sorted(STRATEGIES, key=lambda name: name != chosen):
+            if key in _fields(STRATEGIES[name].Options):
+                homes.append(("strategy", f"an option of strategy {name}"))
+                break
+        for name, target in self.targets.items():
+            if key in parameters(target):
+                homes.append((name, f"a parameter of {name}"))
+        if key in _fields(Config):
+            homes.append(("", "a key of the top level"))
+        order = ["trainer", "optimizer", "schedule", "strategy", "checkpoint", "run", "data", "module", ""]
+        return sorted(homes, key=lambda home: order.index(home[0]))
+
+    def _elsewhere(self, section: str, key: str, node: Node) -> str | None:
+        here = f"{section}.{key}" if section else key
+        if "." in key and (key.split(".", maxsplit=1)[0] in _fields(Config)):
+            return f"{key} is not a key: nest it, '{key.split('.', maxsplit=1)[0]}: {{{key.partition('.')[2]}: ...}}'."
+        if key in SYNONYMS:
+            homes = [(SYNONYMS[key].split(".")[0], f"called {SYNONYMS[key]} here")]
+            there = SYNONYMS[key]
+        else:
+            # A name is a key of several sections: it says nothing about where it should stand.
+            homes = [home for home in self._homes(key) if home[0] != section and key != "name"]
+            if not homes:
+                return None
+            there = f"{homes[0][0]}.{key}" if homes[0][0] else key
+        kind = homes[0][1]
+        wrong = f", not of {section or 'the top level'}" if key not in SYNONYMS else ""
+        other = self.tree.find(there)
+        if other is not None and other.plain() != node.plain():
+            both = f"{here} = {node.plain()} contradicts {there} = {other.plain()} ({other.origin})"
+            return f"{both}. It is {kind}{wrong}: remove {here}."
+        return f"{here} is {kind}{wrong}: {'remove it' if other is not None else f'move it to {there}'}."
