@@ -1,0 +1,1 @@
+"""Numeric kernels of the engine; each has a reference in plain PyTorch."""

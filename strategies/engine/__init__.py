@@ -1,0 +1,1 @@
+"""The sharding engine: one mechanism for every row of the ZeRO table."""

@@ -1,0 +1,81 @@
+"""Where parameters lie in a flat buffer and which part of it each rank owns: pure arithmetic, no tensors."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+ALIGN = 16
+"""Elements to which the start of every parameter is aligned (64 bytes in fp32), so that kernels see the same alignment."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a flat buffer: elements [start, stop)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank owns.
+
+    Elements [start, stop) of the flattened parameter `slot` lie at [offset, offset + stop - start) of the shard.
+    """
+
+    slot: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters laid end to end in one buffer of `numel` elements, cut into `world_size` equal shards.
+
+    `used` is the end of the last parameter; what follows is padding, which is always zero.
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+    used: int
+    numel: int
+
+    @classmethod
+    def pack(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, multiple: int = ALIGN) -> "FlatLayout":
+        """Lays parameters out in the given order.
+
+        Args:
+            shapes: (name, shape) of each parameter; sizes of 0 and 0-dim shapes are allowed.
+            world_size: number of shards.
+            multiple: every shard's length is a multiple of this, in elements.
+        """
+        slots, at = [], 0
+        for name, shape in shapes:
+            start = _round_up(at, ALIGN)
+            at = start + math.prod(shape)
+            slots.append(Slot(name, tuple(shape), start, at))
+        return cls(tuple(slots), world_size, at, _round_up(at, world_size * multiple))
+
+    @property
+    def shard_numel(self) -> int:
+        """Length of every shard, in elements."""
+        return self.numel // self.world_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Returns the elements [start, stop) of the buffer that `rank` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """Yields what `rank` owns of each parameter, in the order of the buffer; parameters it has no part of are left out."""
+        low, high = self.shard_range(rank)
+        for index, slot in enumerate(self.slots):
+            start, stop = max(low, slot.start), min(high, slot.stop)
+            if start < stop:
+                yield Piece(index, start - slot.start, stop - slot.start, start - low)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,66 @@
+"""The global gradient norm, independent of how the gradients are partitioned.
+
+The squares are summed in fp64 over chunks that are fixed by the layout, and the chunk sums are added in one order on
+every rank, so that all strategies at any world size get the same bits from the same gradients.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardlight.ops.sums import CHUNK, abs_max, square_sums
+from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.errors import StrategyError
+
+
+def global_norm(
+    buffers: Sequence[FlatBuffer], used: Sequence[bool], norm_type: float, collectives: Collectives
+) -> Tensor:
+    """Returns the norm of the reduced gradients of all ranks. Collective.
+
+    Args:
+        used: by parameter number (in the order of the buffers), which gradients count.
+        norm_type: 2.0 or inf.
+    Returns: 0-dim fp64 on the buffers' device.
+    Raises: StrategyError: another norm type.
+    """
+    if norm_type not in (2.0, float("inf")):
+        raise StrategyError(f"norm_type={norm_type} is not supported: use 2.0 or inf.")
+    local: list[Tensor] = []
+    counts: list[int] = []
+    first = 0
+    for buffer in buffers:
+        mask = used[first : first + len(buffer.params)]
+        first += len(buffer.params)
+        if any(mask):
+            flat = _masked(buffer, mask)
+            local.append(square_sums(flat) if norm_type == 2.0 else abs_max(flat).view(1))
+            counts.append(-(-buffer.layout.used // CHUNK))
+    if not local:
+        return torch.zeros((), dtype=torch.float64, device=collectives.device)
+    sharded = any(b.plan.shard_optimizer for b in buffers)
+    rows = collectives.gather_small(torch.cat(local), "gradient norm") if sharded else torch.cat(local).unsqueeze(0)
+    if norm_type != 2.0:
+        return rows.max()
+    # Per buffer: the chunks of rank 0, rank 1, ... follow each other; padding chunks are cut off.
+    parts = rows.split([t.numel() for t in local], dim=1)
+    return torch.cat([p.reshape(-1)[:n] for p, n in zip(parts, counts, strict=True)]).sum().sqrt()
+
+
+def _masked(buffer: FlatBuffer, mask: Sequence[bool]) -> Tensor:
+    """Returns the reduced gradients this rank accounts for, zero where they do not count."""
+    replicated = not buffer.plan.shard_optimizer
+    flat = buffer.full_grad if replicated else buffer.grad
+    assert flat is not None
+    for slot, counts in enumerate(mask):
+        if not counts:
+            s = buffer.layout.slots[slot]
+            part = flat[s.start : s.stop] if replicated else buffer.piece_of_shard(slot, flat)
+            if part is not None and part.count_nonzero():
+                flat = flat.clone()
+                part = flat[s.start : s.stop] if replicated else buffer.piece_of_shard(slot, flat)
+                assert part is not None
+                part.zero_()
+    return flat

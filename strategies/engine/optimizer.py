@@ -1,0 +1,133 @@
+"""The user's optimizer on this rank's parts of the parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+
+from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.plan import StatePlan
+from shardlight.strategies.engine.unit import Unit
+from shardlight.strategies.errors import StrategyError
+
+_WHY_NOT = {
+    LBFGS: "it evaluates the loss several times per step and needs all gradients in one place",
+    Adafactor: "it factors the second moment over the rows and columns of whole matrices",
+    SparseAdam: "it needs sparse gradients",
+}
+if hasattr(torch.optim, "Muon"):
+    _WHY_NOT[torch.optim.Muon] = "it orthogonalises whole matrices"
+
+
+class LocalParameters:
+    """The part of every parameter that this rank updates, as a parameter for the optimizer.
+
+    Where optimizer state is replicated that is the parameter itself; else a 1-dim view of the shard, or nothing for a
+    parameter of which this rank owns no element.
+    """
+
+    def __init__(self, place: dict[nn.Parameter, tuple[Unit, FlatBuffer, int]], plan: StatePlan) -> None:
+        self._place = place
+        self._number: dict[nn.Parameter, int] = {p: i for i, p in enumerate(place)}
+        self.plan = plan
+        self._local: dict[nn.Parameter, nn.Parameter | None] = {}
+        self._numbers: dict[int, frozenset[int]] = {}
+        self.full_groups: dict[int, list[list[nn.Parameter]]] = {}
+        """By id of an optimizer: the parameters its groups were made with, before they were cut."""
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
+        if parameter not in self._place or not self.plan.shard_optimizer:
+            return parameter
+        if parameter not in self._local:
+            _, buffer, slot = self._place[parameter]
+            part = buffer.piece_of_shard(slot, buffer.shard)
+            self._local[parameter] = None if part is None else nn.Parameter(part, requires_grad=parameter.requires_grad)
+        return self._local[parameter]
+
+    def name(self, parameter: nn.Parameter) -> str | None:
+        """Returns the parameter's name in the model, None for one that the engine does not hold."""
+        if parameter not in self._place:
+            return None
+        _, buffer, slot = self._place[parameter]
+        return buffer.layout.slots[slot].name
+
+    def span(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Returns the elements [start, stop) of the flattened parameter that this rank updates."""
+        _, buffer, slot = self._place[parameter]
+        if not self.plan.shard_optimizer:
+            s = buffer.layout.slots[slot]
+            return 0, s.stop - s.start
+        piece = buffer.pieces.get(slot)
+        return (0, 0) if piece is None else (piece.start, piece.stop)
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Remembers which parameters an optimizer was made with."""
+        groups = [list(g["params"]) for g in optimizer.param_groups]
+        self.full_groups[id(optimizer)] = groups
+        self._numbers[id(optimizer)] = frozenset(self._number[p] for g in groups for p in g if p in self._number)
+
+    def numbers_of(self, optimizer: Optimizer) -> frozenset[int]:
+        """Returns the numbers of the optimizer's parameters in the engine's order."""
+        if id(optimizer) not in self._numbers:
+            raise StrategyError(f"{type(optimizer).__name__} was not made in configure_optimizers, or made anew since.")
+        return self._numbers[id(optimizer)]
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns the final gradient of what this rank updates of `parameter`."""
+        _, buffer, slot = self._place[parameter]
+        if not self.plan.shard_optimizer:
+            return parameter.grad
+        return None if buffer.grad is None else buffer.piece_of_shard(slot, buffer.grad)
+
+    def set_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Gives the optimizer's parameters their final gradients."""
+        if self.plan.shard_optimizer:
+            for parameter in parameters:
+                local = self.of(parameter)
+                if local is not None:
+                    local.grad = self.gradient(parameter)
+
+    def clear_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Takes them away again, so that the next step skips parameters without a gradient."""
+        if self.plan.shard_optimizer:
+            for parameter in parameters:
+                local = self.of(parameter)
+                if local is not None:
+                    local.grad = None
+
+
+def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
+    """Replaces, in place in `param_groups`, each parameter by what this rank owns of it.
+
+    The optimizer object, its options and its groups stay the user's; schedulers keep their reference. State that the
+    optimizer made in its constructor is cut the same way.
+
+    Raises: StrategyError: the optimizer's arithmetic needs more than the elements it updates.
+    """
+    for kind, why in _WHY_NOT.items():
+        if isinstance(optimizer, kind) and (local.plan.shard_optimizer or kind is LBFGS):
+            raise StrategyError(
+                f"{type(optimizer).__name__} cannot run under {local.plan.name}: {why}. Use an element-wise optimizer "
+                "(AdamW, Adam, SGD, ...)" + ("." if kind is LBFGS else " or strategy ddp.")
+            )
+    local.take(optimizer)
+    if not local.plan.shard_optimizer:
+        return
+    for group in optimizer.param_groups:
+        kept = [(i, p, local.of(p)) for i, p in enumerate(group["params"])]
+        if group.get("param_names") is not None:
+            group["param_names"] = [group["param_names"][i] for i, _, mine in kept if mine is not None]
+        for _, parameter, mine in kept:
+            state = optimizer.state.pop(parameter, None)
+            if state and mine is not None:
+                optimizer.state[mine] = {k: _cut(v, parameter, local) for k, v in state.items()}
+        group["params"] = [mine for _, _, mine in kept if mine is not None]
+
+
+def _cut(value: Any, parameter: nn.Parameter, local: LocalParameters) -> Any:
+    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+        start, stop = local.span(parameter)
+        return value.reshape(-1)[start:stop].clone()
+    return value

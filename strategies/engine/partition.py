@@ -1,0 +1,116 @@
+"""Cuts a model into units: the parameters that are gathered and reduced together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from shardlight.strategies.errors import StrategyError
+
+OWN_UNIT_NUMEL = 1 << 16
+"""A module outside the blocks with at least this many parameters of its own (embedding, head) is a unit of its own."""
+
+
+@dataclass
+class UnitSpec:
+    """One unit: its parameters and the modules whose forward uses them.
+
+    `keep`: the unit stays gathered from its first use to the end of forward, since several modules share it.
+    """
+
+    name: str
+    roots: list[nn.Module] = field(default_factory=list)
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    keep: bool = False
+
+
+def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSpec]:
+    """Returns the units of `model` in the order of its parameters; every floating or complex parameter is in exactly one.
+
+    By default each block of every outermost list of like modules (ModuleList or Sequential with two or more children of
+    one class) is a unit; so is each large module outside of them; the small rest forms one. Integer and bool
+    parameters belong to no unit: they stay as they are on every rank.
+
+    Args:
+        class_names: names of module classes; each outermost module of such a class is a unit instead of the blocks.
+    Raises: StrategyError: a class name matches no module, or a parameter has no shape yet (lazy modules).
+    """
+    blocks = _named_blocks(model, class_names) if class_names else _repeated_blocks(model)
+    taken: set[int] = set()
+    units: list[UnitSpec] = []
+    for name, block in blocks:
+        unit = UnitSpec(name, [block])
+        for inner, parameter in block.named_parameters():
+            _take(unit, f"{name}.{inner}" if name else inner, parameter, taken)
+        units.append(unit)
+    units += _rest(model, taken)
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    units = [u for u in units if u.params]
+    return sorted(units, key=lambda u: min(order[id(p)] for _, p in u.params))
+
+
+def _take(unit: UnitSpec, name: str, parameter: nn.Parameter, taken: set[int]) -> None:
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise StrategyError(
+            f"parameter '{name}' of a lazy module has no shape yet: run one batch through the model in `setup` or "
+            "`configure_model` before training, or give the layer its input size."
+        )
+    if id(parameter) in taken or not (parameter.is_floating_point() or parameter.is_complex()):
+        return
+    taken.add(id(parameter))
+    unit.params.append((name, parameter))
+
+
+def _named_blocks(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    found = [(n, m) for n, m in model.named_modules() if type(m).__name__ in class_names]
+    missing = set(class_names) - {type(m).__name__ for _, m in found}
+    if missing:
+        present = sorted({type(m).__name__ for m in model.modules()})
+        raise StrategyError(f"strategy.units: no module is of class {sorted(missing)}. The model has {present}.")
+    return _outermost(found)
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children() if _has_params(m)]
+            if len(children) > 1 and len({type(m) for _, m in children}) == 1:
+                found += children
+    return _outermost(found)
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inside: set[int] = set()
+    kept = []
+    for name, module in found:
+        if id(module) not in inside:
+            kept.append((name, module))
+            inside.update(id(m) for m in module.modules())
+    return kept
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _rest(model: nn.Module, taken: set[int]) -> list[UnitSpec]:
+    units: list[UnitSpec] = []
+    small = UnitSpec("rest", keep=True)
+    for name, module in model.named_modules():
+        own = [(f"{name}.{n}" if name else n, p) for n, p in module.named_parameters(recurse=False) if id(p) not in taken]
+        if not own:
+            continue
+        large = sum(p.numel() for _, p in own if not isinstance(p, UninitializedTensorMixin)) >= OWN_UNIT_NUMEL
+        unit = UnitSpec(name or "rest") if large else small
+        for full_name, parameter in own:
+            _take(unit, full_name, parameter, taken)
+        if large:
+            units.append(unit)
+    units.append(small)
+    for unit in units:
+        members = {id(p) for _, p in unit.params}
+        unit.roots = [m for m in model.modules() if any(id(p) in members for p in m.parameters(recurse=False))]
+        unit.keep = unit.keep or len(unit.roots) > 1
+    return units

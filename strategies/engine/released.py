@@ -1,0 +1,95 @@
+"""The class that a parameter has while its values are not on this rank.
+
+[Note: released parameters] While its unit is released, a parameter's data is one NaN expanded to its full shape, and
+its class is a subclass whose `__torch_function__` sees every use. Shape, dtype and the like answer as always. A use of
+the values gathers the unit first when a training or evaluation step is running, and is an error that names the
+parameter otherwise. When the unit is gathered the parameter gets its own class back, so computing costs nothing extra.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+_PROPERTIES = frozenset(
+    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_mps is_meta is_sparse "
+    "is_quantized is_nested itemsize nbytes names retains_grad output_nr _version _backward_hooks name "
+    "_post_accumulate_grad_hooks is_xpu is_mkldnn is_vulkan is_ipu is_xla is_maia is_mtia is_sparse_csr".split()
+)
+_METHODS = frozenset(
+    "size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook retain_grad has_names is_same_size __hash__ __len__ "
+    "is_pinned is_shared empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones "
+    "new_full new_tensor _is_view".split()
+)
+
+
+class Owner(Protocol):
+    """What stands behind a released parameter: gathers it, or refuses."""
+
+    def on_use(self, parameter: nn.Parameter, operation: str) -> None:
+        """Returns with the parameter gathered; raises StrategyError when that is not possible now."""
+
+
+class ReleasedParameter(nn.Parameter):
+    """Mixin that is put before a parameter's own class while it is released; see [Note: released parameters]."""
+
+    _shardlight_owner: Owner
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answers what needs no values, and gathers the unit before everything else."""
+        kwargs = kwargs or {}
+        if _needs_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(getattr(func, "__self__", None), "__name__", None) if func.__name__ in ("__get__", "__set__") else None
+        for parameter in _released(args, kwargs):
+            parameter._shardlight_owner.on_use(parameter, name or func.__name__)
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
+_classes: dict[type, type] = {}
+
+
+def mark_released(parameter: nn.Parameter) -> None:
+    """Gives `parameter` the released class of its own class."""
+    own = type(parameter)
+    released = _classes.get(own)
+    if released is None:
+        bases = (ReleasedParameter,) if own is nn.Parameter else (ReleasedParameter, own)
+        released = _classes[own] = type(f"Released{own.__name__}", bases, {"_shardlight_own_class": own})
+    parameter.__class__ = released
+
+
+def mark_gathered(parameter: nn.Parameter) -> None:
+    """Gives a released parameter its own class back."""
+    parameter.__class__ = type(parameter)._shardlight_own_class
+
+
+def _needs_no_values(func: Callable) -> bool:
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute in _PROPERTIES and (name == "__get__" or attribute in ("grad", "requires_grad"))
+    return name in _METHODS
+
+
+def _released(args: Any, kwargs: dict) -> list[ReleasedParameter]:
+    found: list[ReleasedParameter] = []
+    stack: list[Any] = [*args, *kwargs.values()]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, ReleasedParameter):
+            found.append(item)
+        elif isinstance(item, list | tuple) and not isinstance(item, Tensor):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+    # The order in which units are asked for must not depend on the traversal, which is the same on every rank anyway.
+    return found[::-1]

@@ -1,0 +1,91 @@
+"""One unit's life: gathered when it is used, released when it is not."""
+
+import torch
+from torch import Tensor, nn
+
+from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.errors import StrategyError
+
+
+class SavedWeight:
+    """What autograd keeps instead of a view of a unit's weights: unpacking it gathers the unit first."""
+
+    __slots__ = ("tensor", "unit", "version")
+
+    def __init__(self, unit: "Unit", tensor: Tensor) -> None:
+        self.unit = unit
+        self.tensor = tensor
+        self.version: int = tensor._version
+        unit.saved += 1
+
+    def __del__(self) -> None:
+        self.unit.saved -= 1
+
+
+class Unit:
+    """Buffers that are gathered and reduced together, one per (dtype, trainable or not).
+
+    [Note: outside views] A tensor that shares a unit's storage and that neither the engine nor a `SavedWeight` holds (a
+    module that returns a slice of its weight, a view kept in an attribute) would read freed memory after a release. The
+    number of references to the storage tells: with such a view about, the unit stays gathered, and if the view is still
+    there at the end of the step that is an error which names the unit.
+    """
+
+    def __init__(self, index: int, name: str, keep: bool, buffers: list[FlatBuffer]) -> None:
+        self.index = index
+        self.name = name
+        self.keep = keep
+        self.buffers = buffers
+        self.depth = 0
+        """How many forwards of the unit's modules are running."""
+        self.saved = 0
+        """How many `SavedWeight` are alive."""
+        self.pinned = 0
+        """How many `gathered` contexts hold the unit."""
+        self.fired: set[nn.Parameter] = set()
+        """Parameters whose gradient arrived since the unit was last reduced."""
+        self.expected = 0
+        """How many parameters are trainable."""
+        self._own_references = [b.references() for b in buffers]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether this rank holds the full weights."""
+        return all(b.gathered for b in self.buffers)
+
+    def refresh(self) -> None:
+        """Takes note of which parameters are trainable now (`requires_grad` may change between steps)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.expected = sum(p.requires_grad for b in self.buffers for p in b.params)
+
+    def gather(self) -> None:
+        """Collective; see FlatBuffer.gather."""
+        for buffer in self.buffers:
+            buffer.gather()
+
+    def write_back(self) -> None:
+        """See FlatBuffer.write_back."""
+        for buffer in self.buffers:
+            buffer.write_back()
+
+    def has_outside_views(self) -> bool:
+        """Whether someone else holds a view of the weights; see [Note: outside views]."""
+        surplus = sum(b.references() for b in self.buffers) - sum(self._own_references)
+        return surplus > self.saved
+
+    def release(self, force: bool = False) -> None:
+        """Frees the full weights unless the unit is in use; with `force`, a view that is still about is an error.
+
+        Raises: StrategyError: an outside view is about and `force` is given.
+        """
+        if self.pinned or self.depth or not any(b.gathered for b in self.buffers):
+            return
+        if self.has_outside_views():
+            if force:
+                raise StrategyError(
+                    f"a view of a weight of unit '{self.name}' is still held when its step ends (an attribute, a list, a "
+                    "cached slice). Sharded weights are freed then: keep a copy instead (`weight[...].clone()`)."
+                )
+            return
+        for buffer in self.buffers:
+            buffer.release()

@@ -1,0 +1,103 @@
+"""One accumulation window: the loss and weight of its micro-batches, and a ledger of gradient contributions."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardlight.strategies.errors import GradientError
+
+_LATE = (
+    "{what} after the gradients of this step were reduced: run every backward of a step before its gradients are read, "
+    "clipped or used (all but the last under `strategy.block_backward_sync()`)."
+)
+
+
+@dataclass
+class Window:
+    """What the micro-batches since the last optimizer step add up to, on this rank and, once closed, over all ranks.
+
+    A plain loss means the mean over ranks and over the micro-batches that the window really had. A weighted loss means
+    the mean over all weights (tokens): the gradients of sums are added and divided once by the total weight.
+    """
+
+    weighted: bool | None = None
+    loss_sum: float = 0.0
+    weight_sum: float = 0.0
+    factor: float = 1.0
+    """What the caller divided each loss by before backward (Lightning: the accumulation factor)."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Contributions per parameter number that came from autograd."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """Contributions per parameter number that went into a reduction."""
+    closed: bool = False
+    """The gradients are final."""
+    stepped: bool = False
+    """An optimizer has used them: the next backward opens a new window."""
+    total_weight: float = 0.0
+    total_loss: float = 0.0
+    used: list[bool] = field(default_factory=list)
+    """By parameter number: some rank had a gradient for it."""
+
+    def add_loss(self, loss: Tensor, weight: float | None, factor: float) -> None:
+        """Counts one micro-batch.
+
+        Args:
+            loss: 0-dim, the local mean as it was returned by the step.
+            weight: None for a plain loss.
+        Raises: GradientError: plain and weighted losses in one window, or the gradients are final already.
+        """
+        if self.closed:
+            raise GradientError(_LATE.format(what="a backward was started"))
+        weighted = weight is not None
+        if self.weighted is not None and self.weighted != weighted:
+            raise GradientError(
+                "one accumulation window holds weighted and plain losses: use `token_loss`/`weighted` in every "
+                "training_step of the window, or in none."
+            )
+        self.weighted = weighted
+        share = 1.0 if weight is None else weight
+        self.factor = factor
+        if share:
+            self.loss_sum += float(loss) * share
+        self.weight_sum += share
+
+    def arrive(self, number: int, name: str) -> None:
+        """Enters a contribution into the ledger.
+
+        Raises: GradientError: the window's gradients are final already.
+        """
+        if self.closed:
+            raise GradientError(_LATE.format(what=f"a gradient of '{name}' arrived"))
+        self.arrived[number] = self.arrived.get(number, 0) + 1
+
+    def check_complete(self, names: list[str]) -> None:
+        """Raises GradientError unless every contribution that arrived was reduced exactly once."""
+        if self.arrived != self.counted:
+            wrong = [
+                f"'{names[n]}' ({self.arrived.get(n, 0)} arrived, {self.counted.get(n, 0)} reduced)"
+                for n in sorted(self.arrived.keys() | self.counted.keys())
+                if self.arrived.get(n, 0) != self.counted.get(n, 0)
+            ]
+            raise GradientError(f"gradients of this window are missing from the reduction: {', '.join(wrong)}.")
+
+    def row(self, n_params: int, flag: float) -> Tensor:
+        """Returns (3 + n_params,) fp64: loss sum, weight sum, a flag, and which parameters have a gradient."""
+        row = torch.zeros(3 + n_params, dtype=torch.float64)
+        row[0], row[1], row[2] = self.loss_sum, self.weight_sum, flag
+        if self.arrived:
+            row[3 + torch.tensor(sorted(self.arrived))] = 1.0
+        return row
+
+    def close(self, rows: Tensor) -> bool:
+        """Takes in the rows of all ranks, (world_size, 3 + n_params); returns whether any rank raised its flag."""
+        totals = rows.sum(dim=0)
+        self.total_loss, self.total_weight = float(totals[0]), float(totals[1])
+        self.used = (totals[3:] > 0).tolist()
+        self.closed = True
+        return bool(totals[2] > 0)
+
+    @property
+    def mean_loss(self) -> float:
+        """The loss of the closed window over all ranks; NaN without any weight."""
+        return self.total_loss / self.total_weight if self.total_weight else float("nan")

@@ -1,0 +1,25 @@
+"""The faults that strategies raise; each message says where, what, and the mend."""
+
+
+class ShardlightError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class StrategyError(ShardlightError):
+    """A strategy cannot do what was asked, or was used outside its contract."""
+
+
+class GradientError(StrategyError):
+    """A gradient is missing, late, or was set behind the engine's back."""
+
+
+class CollectiveError(ShardlightError):
+    """A peer died, did not arrive in time, or is at another operation: usually the consequence of its own error."""
+
+
+class LaunchError(ShardlightError):
+    """The ranks that were started are not the ranks that were asked for."""
+
+
+class CheckpointError(ShardlightError):
+    """A checkpoint cannot be written, or does not fit what it is read into."""
