@@ -1,0 +1,168 @@
+"""The language model example: its text, its model, two steps of training under stock Lightning, its config."""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from shardlight.framework.optim import OptimizerConfig
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # the example is a project of its own, whose root is the repository's
+
+from examples.language_model.data import (  # noqa: E402
+    StandardLibraryText,
+    split_by_file,
+    standard_library_files,
+    unigram_bits,
+)
+from examples.language_model.model import GPT, LanguageModel  # noqa: E402
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A small standard library, and a cache folder of its own."""
+    root = tmp_path / "library"
+    for index in range(40):
+        file = root / ("package" if index % 2 else ".") / f"module{index}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x = %d\n" % index * 20)
+    for left_out in ("site-packages/a.py", "package/test/b.py", "package/c.txt"):
+        (root / left_out).parent.mkdir(parents=True, exist_ok=True)
+        (root / left_out).write_text("nothing to read")
+    (root / "empty.py").touch()
+    (root / "broken.py").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("SHARDLIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(root)})
+    return root
+
+
+def test_standard_library_files_are_sorted_and_leave_out_tests_and_packages(library):
+    files = standard_library_files(library)
+    paths = [path for path, _ in files]
+    assert len(paths) == 40
+    assert paths == sorted(paths)
+    assert dict(files)["package/module7.py"] == b"x = 7\n" * 20
+
+
+def test_split_is_by_file_and_another_file_moves_none(library):
+    files = standard_library_files(library)
+    train, validation = split_by_file(files, 0.25, 10**6, 10**6)
+    for path, content in files:
+        assert (content in train) != (content in validation), path
+    assert 0.1 < len(validation) / (len(train) + len(validation)) < 0.4
+    more_train, more_validation = split_by_file([*files, ("new.py", b"new")], 0.25, 10**6, 10**6)
+    assert len(more_train) + len(more_validation) == len(train) + len(validation) + len(b"\nnew")
+    assert all((content in train) == (content in more_train) for _, content in files)
+
+
+def test_split_cuts_each_part(library):
+    whole = split_by_file(standard_library_files(library), 0.25, 10**6, 10**6)
+    cut = split_by_file(standard_library_files(library), 0.25, 100, 50)
+    assert cut == (whole[0][:100], whole[1][:50])
+
+
+@pytest.mark.parametrize(("text", "bits"), [(b"aaaa", 0), (b"abab", 1), (b"abcd", 2), (b"aab", 0.9182958340544896)])
+def test_unigram_bits(text, bits):
+    assert unigram_bits(text) == pytest.approx(bits, abs=1e-12)
+
+
+def test_data_module_gives_batches_and_writes_each_file_once(library, tmp_path):
+    data = StandardLibraryText(sequence_length=16, batch_size=4, validation_share=0.25)
+    data.prepare_data()
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    assert len(written) == 2
+    other_rank = StandardLibraryText(sequence_length=16, batch_size=4, validation_share=0.25)
+    other_rank.setup("fit")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == written
+    assert other_rank.paths == data.paths
+    batch = next(iter(other_rank.train_dataloader()))
+    assert batch["tokens"].shape == batch["labels"].shape == (4, 16)
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    validation = split_by_file(standard_library_files(library), 0.25, 10**6, 10**6)[1]
+    assert data.unigram_bpb == unigram_bits(validation)
+    first = next(iter(data.val_dataloader()))["tokens"][0]
+    assert bytes(first.tolist()) == validation[:16]
+
+
+def test_other_text_has_other_files(library, tmp_path):
+    data = StandardLibraryText(sequence_length=16, validation_share=0.25)
+    data.prepare_data()
+    (library / "module0.py").write_text("changed = True\n")
+    changed = StandardLibraryText(sequence_length=16, validation_share=0.25)
+    changed.prepare_data()
+    assert not set(data.paths.values()) & set(changed.paths.values())
+
+
+def test_the_real_library_is_read():
+    files = dict(standard_library_files(Path(os.__file__).parent))
+    assert b"def makedirs" in files["os.py"]
+    assert not any(path.startswith(("site-packages/", "test/")) for path in files)
+
+
+def small(**options):
+    settings = {"vocab_size": 256, "context_length": 16, "width": 32, "depth": 2, "heads": 2, "tie_head": True}
+    torch.manual_seed(0)
+    return GPT(**{**settings, **options})
+
+
+def test_logits_do_not_depend_on_later_tokens():
+    model = small()
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 256
+    logits, changed_logits = model(tokens), model(changed)
+    assert logits.shape == (2, 16, 256)
+    torch.testing.assert_close(logits[:, :9], changed_logits[:, :9])
+    assert not torch.allclose(logits[:, 9:], changed_logits[:, 9:])
+
+
+def test_a_fresh_model_knows_nothing_and_prefers_nothing():
+    module = LanguageModel(context_length=16, width=32, depth=2, heads=2)
+    tokens = torch.randint(256, (8, 16))
+    bits = module.token_loss(module.model(tokens), torch.randint(256, (8, 16)), unit="bits").item()
+    assert bits == pytest.approx(8, abs=0.2)
+
+
+def test_the_head_is_tied_or_not():
+    tied, untied = small(), small(tie_head=False)
+    assert tied.head.weight is tied.token_embedding.weight
+    assert untied.head.weight is not untied.token_embedding.weight
+    numel = [sum(param.numel() for param in model.parameters()) for model in (tied, untied)]
+    assert numel[1] - numel[0] == 256 * 32
+
+
+def test_the_shipped_size_is_about_three_million_parameters():
+    assert 2.5e6 < sum(param.numel() for param in LanguageModel().parameters()) < 3.5e6
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+def test_it_trains_and_reports_bits_per_byte_under_stock_lightning(library, tmp_path):
+    torch.manual_seed(0)
+    module = LanguageModel(context_length=16, width=32, depth=2, heads=2)
+    module.optimizer_config = OptimizerConfig(name="adamw", lr=3e-3)
+    data = StandardLibraryText(sequence_length=16, batch_size=4, validation_share=0.25)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=30,
+        max_epochs=5,
+        limit_train_batches=30,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.validate(module, data, verbose=False)
+    before = trainer.callback_metrics["val/bpb"].item()
+    trainer.fit(module, data)
+    after = trainer.callback_metrics["val/bpb"].item()
+    assert before == pytest.approx(8, abs=0.3)
+    assert after < data.unigram_bpb < before
+    assert math.isfinite(trainer.callback_metrics["train/loss"].item())
