@@ -3,18 +3,17 @@
 import os
 from pathlib import Path
 
-SMOOTHING = 0.9  # weight of the past in the running mean
-
 
 def running_mean(values: list[float]) -> list[float]:
-    """Exponential mean without bias towards the first value (Kingma and Ba 2015, section 3).
+    """Exponential mean over about a 30th of the values, without bias to the first (Kingma and Ba 2015, section 3).
 
-    Example: [1, 1, 1] gives [1, 1, 1]; [0, 1] gives [0, 1 / 1.9].
+    Example: [1, 1, 1] gives [1, 1, 1]; [0, 1] gives [0, 1 / 1.5].
     """
+    past = 1 - 1 / max(2, len(values) / 30)
     means, total, weight = [], 0.0, 0.0
     for value in values:
-        total = SMOOTHING * total + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        total = past * total + (1 - past) * value
+        weight = past * weight + (1 - past)
         means.append(total / weight)
     return means
 
@@ -58,7 +57,7 @@ def draw_losses(
         if unigram_bpb is not None and "bpb" in validation_name:
             label = "byte frequencies alone (unigram)"
             lines.append(beside.axhline(unigram_bpb, color="tab:gray", linestyle="--", label=label))
-    axes.legend(handles=lines, loc="upper right")
+    figure.legend(handles=lines, loc="outside upper center", ncols=4, fontsize="small", frameon=False)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(partial, format="png")
     os.replace(partial, path)

@@ -197,8 +197,13 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 def test_running_mean_has_no_bias_to_the_first_value():
     assert running_mean([1.0, 1.0, 1.0]) == pytest.approx([1, 1, 1])
-    assert running_mean([0.0, 1.0]) == pytest.approx([0, 1 / 1.9])
+    assert running_mean([0.0, 1.0]) == pytest.approx([0, 1 / 1.5])
     assert running_mean([]) == []
+
+
+def test_running_mean_is_over_a_thirtieth_of_the_run():
+    values = [0.0] * 290 + [1.0] * 10  # 300 values: a past of 1 - 1 / 10
+    assert running_mean(values)[-1] == pytest.approx(1 - 0.9**10, rel=1e-9)
 
 
 @pytest.mark.parametrize("validation_name", ["val/bpb", "val/loss", ""])
