@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from shardlight.framework.check import BAD, Checker, show
 from shardlight.framework.classes import ClassConfig, Classes, parameters, project_root
 from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
+from shardlight.framework.module import TrainingModule
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
 from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
 from shardlight.framework.source import BROKEN, Node, from_python
@@ -64,12 +65,14 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = (), tru
     return load(path, overrides, trust).config
 
 
-def load(path: str | os.PathLike[str], overrides: Iterable[str] = (), trust: Iterable[str] = ()) -> Loaded:
-    """As `load_config`, with the origin of every value."""
+def load(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), trust: Iterable[str] = (), *, verb: str = "fit"
+) -> Loaded:
+    """As `load_config`, with the origin of every value; what only training needs is checked for verb "fit" only."""
     path = os.fspath(path)
     tree, faults = load_tree(path, overrides)
     folder = Path(path).resolve().parent
-    return _Building(tree, faults, folder).build(trust)
+    return _Building(tree, faults, folder, verb).build(trust)
 
 
 def config_from_dict(
@@ -85,7 +88,7 @@ def config_from_dict(
     """
     tree = named_strategy(from_python(values))
     faults: list[Fault] = []
-    return _Building(interpolate(tree, faults), faults, Path(root).resolve()).build(trust).config
+    return _Building(interpolate(tree, faults), faults, Path(root).resolve(), "fit").build(trust).config
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -124,10 +127,11 @@ def _fields(cls: type) -> list[str]:
 class _Building:
     """One config being built from its tree."""
 
-    def __init__(self, tree: Node, faults: list[Fault], folder: Path):
+    def __init__(self, tree: Node, faults: list[Fault], folder: Path, verb: str):
         self.tree = tree
         self.faults = faults
         self.folder = folder
+        self.verb = verb
         self.checker = Checker(faults, self._elsewhere)
         self.classes: dict[str, ClassConfig] = {}
         self.targets: dict[str, type] = {}
@@ -159,7 +163,9 @@ class _Building:
                 parts[name] = self.checker.convert(values[name], kind, name)
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
-        parts["trainer"] = trainer if trainer is BAD else self._length(self._batches(trainer))
+        parts["trainer"] = trainer if trainer is BAD else self._batches(trainer)
+        if self.verb == "fit":
+            self._training(trainer, parts)
         parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
         self._resume(parts.get("resume"))
         if self.faults:
@@ -263,11 +269,24 @@ class _Building:
             self.checker.fault(home, text)
         return trainer
 
-    def _length(self, trainer: TrainerConfig) -> TrainerConfig:
+    def _training(self, trainer: Any, parts: dict[str, Any]) -> None:
+        """What only training needs: an end, and an optimizer that the module takes."""
+        values = self.tree.value
         if trainer is not BAD and trainer.max_steps is None and trainer.max_epochs is None:
-            node = self.tree.value.get("trainer") or self.tree
-            self.checker.fault(node, "trainer.max_steps is missing: set it, or trainer.max_epochs.")
-        return trainer
+            self.checker.fault(
+                values.get("trainer") or self.tree, "trainer.max_steps is missing: set it, or trainer.max_epochs."
+            )
+        module = self.classes.get("module")
+        if module is None:
+            return
+        if not issubclass(module.target, TrainingModule):
+            for name in ("optimizer", "schedule"):
+                if parts[name] not in (None, BAD):
+                    text = f"{name} is set, but {module.class_path} is no TrainingModule: it makes its own. Remove it."
+                    self.checker.fault(values[name], text)
+        elif module.target.configure_optimizers is TrainingModule.configure_optimizers and parts["optimizer"] is None:
+            text = f"optimizer is missing: {module.class_path} has no configure_optimizers of its own."
+            self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
 
     def _resume(self, path: Any) -> None:
         if isinstance(path, str) and not os.path.exists(path):
