@@ -7,6 +7,7 @@ Ranks are forked from a server that has already imported torch and Lightning (`w
 
 import ctypes
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -37,8 +38,8 @@ HARMLESS_WARNINGS = (
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
 LAUNCH_VARIABLES += ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SHARDLIGHT_STORE")
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["warm"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["warm"])
 
 
 class RanksFailedError(AssertionError):
@@ -68,16 +69,16 @@ def run_ranks(body, world_size: int, timeout_s: float = 60.0, threads: int = 1, 
         RanksFailedError: some rank raised or died.
         RanksHungError: some ranks were still running after `timeout_s`; holds where each of them stands.
     """
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         settings = {"folder": folder, "timeout_s": timeout_s, "threads": threads, "init": init}
         settings["variables"] = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-        settings["port"] = _free_port()
+        settings["port"] = free_port()
         pipes, processes = [], []
         try:
             for rank in range(world_size):
-                ours, theirs = _context.Pipe(duplex=False)
-                process = _context.Process(target=_rank, args=(body, rank, world_size, settings, kwargs, theirs))
+                ours, theirs = CONTEXT.Pipe(duplex=False)
+                process = CONTEXT.Process(target=_rank, args=(body, rank, world_size, settings, kwargs, theirs))
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -90,8 +91,12 @@ def run_ranks(body, world_size: int, timeout_s: float = 60.0, threads: int = 1, 
                 pipe.close()
 
 
-def _start_server() -> None:
-    """Python 3.11's fork server ignores the parent's sys.path; without the variable the preload fails silently."""
+@functools.cache
+def start_server() -> None:
+    """Starts the fork server, once; ranks run with its modules already imported.
+
+    Python 3.11's fork server ignores the parent's sys.path; without the variable the preload fails silently.
+    """
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
     try:
@@ -102,7 +107,8 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nothing listened on a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

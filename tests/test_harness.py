@@ -124,7 +124,8 @@ def test_a_death_is_reported_soon(number, words):
 
 
 def _hold_the_pipe(rank, world_size):
-    subprocess.Popen(["sleep", "100"], close_fds=False)
+    child = subprocess.Popen(["sleep", "100"], close_fds=False)
+    assert child.pid
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -21,16 +21,19 @@ def test_a_file_says_what_it_is_for_and_is_short(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_the_command_line_prints(path):
+    """A stream that was handed in may be written to; the terminal itself is the command line's."""
     calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-    prints = [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
-    assert path.name == "cli.py" or not prints, f"print in lines {prints}"
+    prints = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+    lines = [n.lineno for n in prints if not any(k.arg == "file" for k in n.keywords)]
+    assert path.name == "cli.py" or not lines, f"print in lines {lines}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_fault_is_swallowed(path):
-    """`except Exception` is allowed where it raises again; a bare `except:` never."""
+    """`except Exception` is allowed where it raises again or reports the error; a bare `except:` never."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             wide = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
-            assert not wide or raises, f"line {node.lineno}: catches everything and goes on"
+            reports = node.name and any(isinstance(n, ast.Name) and n.id == node.name for n in ast.walk(node))
+            assert not wide or raises or reports, f"line {node.lineno}: catches everything and goes on"
