@@ -9,8 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 from shardlight.framework.meter import Meter, count_tokens, data_world_size, peak_memory_bytes, step_loss, token_unit
 from torch import Tensor
 
@@ -74,12 +75,10 @@ class Progress(ProgressBar):
         self._step = self._first_step = trainer.global_step
         self._meter.resume()
         if self._console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.description}"),
-            )
+            whole = Column(no_wrap=True)  # on a narrow terminal the bar gives way, not the text
+            count = "step {task.completed}" + ("" if self._total is None else "/{task.total}")
+            text = TextColumn("{task.description}", table_column=whole.copy())
+            columns = (TextColumn(count, table_column=whole), BarColumn(24), text)
             # No refresh thread: it would take time from the ranks on a small machine.
             self._bar = RichProgress(*columns, console=self._console, auto_refresh=False)
             self._bar.add_task("", total=self._total, completed=self._step)
@@ -103,11 +102,13 @@ class Progress(ProgressBar):
 
     def _state(self, trainer: Trainer, loss: float | Tensor | None, unit: str) -> str:
         rate = self._meter.recent_tokens_per_s * data_world_size(trainer)
-        parts = [] if loss is None else [f"loss {float(loss):.4f}"]
+        parts = [] if loss is None else [f"loss {float(loss):.3f}"]
         parts.append(f"{short_number(rate)} {unit}/s")
         if self._total is not None:
             parts.append(f"ETA {clock_time((self._total - self._step) * self._meter.recent_step_s)}")
-        parts.append(f"memory {peak_memory_bytes(trainer.strategy.root_device) / 2**20:.0f} MiB")
+        narrow = self._bar is not None and self._console is not None and self._console.width < 100
+        memory = f"{peak_memory_bytes(trainer.strategy.root_device) / 2**20:.0f} MiB"
+        parts.append(memory if narrow else f"memory {memory}")
         return "  ".join(parts)
 
     def _show(self) -> None:
@@ -136,7 +137,7 @@ class Progress(ProgressBar):
             return
         # Computed on all ranks by now: reading them here costs no collective.
         metrics = {name: float(v) for name, v in trainer.progress_bar_metrics.items() if name.startswith("val")}
-        self._validation = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._validation = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
         if self._bar is not None:
             self._show()
         elif metrics:

@@ -59,10 +59,10 @@ def test_split_is_by_file_and_another_file_moves_none(library):
     assert all((content in train) == (content in more_train) for _, content in files)
 
 
-def test_split_cuts_each_part(library):
-    whole = split_by_file(standard_library_files(library), 0.25, 10**6, 10**6)
-    cut = split_by_file(standard_library_files(library), 0.25, 100, 50)
-    assert cut == (whole[0][:100], whole[1][:50])
+def test_validation_is_the_middle_of_every_file_and_train_is_cut():
+    files = [("a", b"0123456789"), ("b", b"xy"), ("c", b"abcdefgh")]
+    assert split_by_file(files, 1.0, 10**6, 12) == (b"", b"3456" + b"xy" + b"cdef")
+    assert split_by_file(files, 0.0, 12, 10**6) == (b"0123456789\nx", b"")
 
 
 @pytest.mark.parametrize(("text", "bits"), [(b"aaaa", 0), (b"abab", 1), (b"abcd", 2), (b"aab", 0.9182958340544896)])

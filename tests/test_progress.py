@@ -145,10 +145,10 @@ def fit(progress, tmp_path, steps=4, module=None, **options):
     Trainer(**{**settings, **options}, callbacks=[progress]).fit(module or Model(), data, data)
 
 
-def run(tmp_path, terminal=False, **options):
+def run(tmp_path, terminal=False, width=160, **options):
     """Returns what was written."""
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=160, highlight=False, soft_wrap=True)
+    console = Console(file=file, force_terminal=terminal, width=width, highlight=False, soft_wrap=True)
     every_s = options.pop("every_s", 5.0)
     fit(Progress(every_s=every_s, console=console, clock=Clock(tick=0.5)), tmp_path, **options)
     return file.getvalue()
@@ -156,9 +156,9 @@ def run(tmp_path, terminal=False, **options):
 
 def test_plain_lines(tmp_path):
     lines = run(tmp_path, every_s=0.0, val_check_interval=2, limit_val_batches=1).splitlines()
-    assert lines[2] == lines[5].replace("step 4", "step 2") == "step 2/4  val/bpb 2.5000"
+    assert lines[2] == lines[5].replace("step 4", "step 2") == "step 2/4  val/bpb 2.500"
     lines = [line for line in lines if "val" not in line]
-    pattern = r"step (\d)/4  loss 3\.0000  ([\d.]+)k? tokens/s  ETA (\d:\d\d)  memory \d+ MiB"
+    pattern = r"step (\d)/4  loss 3\.000  ([\d.]+)k? tokens/s  ETA (\d:\d\d)  memory \d+ MiB"
     matches = [re.fullmatch(pattern, line) for line in lines]
     assert all(matches), lines
     assert [match[1] for match in matches] == ["1", "2", "3", "4"]
@@ -173,13 +173,13 @@ def test_plain_lines_are_seldom_but_for_the_first_and_last_step(tmp_path):
 def test_rate_is_that_of_all_ranks_and_loss_that_of_the_window(tmp_path):
     # The first step takes one tick of 0.5 s for the 10 tokens of this rank, and there are 4 ranks.
     line = run(tmp_path, every_s=0.0, limit_val_batches=0, strategy=WindowLoss(device="cpu")).splitlines()[0]
-    assert line.split("  ")[1:3] == ["loss 1.2500", "80 tokens/s"]
+    assert line.split("  ")[1:3] == ["loss 1.250", "80 tokens/s"]
 
 
 def test_a_step_of_several_batches_counts_once_with_all_its_tokens(tmp_path):
     lines = run(tmp_path, every_s=0.0, limit_val_batches=0, accumulate_grad_batches=2).splitlines()
     assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
-    assert all("loss 3.0000" in line for line in lines)  # Lightning's own is divided by the window's length
+    assert all("loss 3.000" in line for line in lines)  # Lightning's own is divided by the window's length
     assert lines[0].split("  ")[2] == "40 tokens/s"
 
 
@@ -188,10 +188,18 @@ def test_bar_on_a_terminal(tmp_path):
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     last = [line for line in re.split(r"[\r\n]+", text) if line.strip()][-1]
     assert re.fullmatch(
-        r"step 4/4 ━{24} loss 3\.0000  [\d.]+k? tokens/s  ETA 0:00  memory \d+ MiB  val/bpb 2\.5000\s*", last
+        r"step 4/4 ━{24} loss 3\.000  [\d.]+k? tokens/s  ETA 0:00  memory \d+ MiB  val/bpb 2\.500\s*", last
     ), last
     assert "validating" in text
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor is hidden and shown again
+
+
+def test_on_a_narrow_terminal_the_bar_gives_way(tmp_path):
+    output = run(tmp_path, terminal=True, width=80, val_check_interval=2, limit_val_batches=1)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    last = [line for line in re.split(r"[\r\n]+", text) if line.strip()][-1]
+    assert re.fullmatch(r"step 4/4 ━+ loss 3\.000  \S+ tokens/s  ETA 0:00  \d+ MiB  val/bpb 2\.500\s*", last), last
+    assert len(last) <= 80
 
 
 class Boom(Model):

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule
 from shardlight.framework.data import ByteTokenizer, TokenDataset, cache_folder, write_tokens
 from torch.utils.data import DataLoader
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3"}
-"""Folders that are not read: what was installed later, and what would make the text of one kind."""
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+"""Folders that are not read: what was installed later, tests, and generated tables."""
 
 
 def standard_library_files(root: Path) -> list[tuple[str, bytes]]:
@@ -38,19 +38,18 @@ def split_by_file(
 ) -> tuple[bytes, bytes]:
     """Splits by a hash of the path: no file is in both parts, and another file moves none.
 
-    Each part is in the order of the hash, so that a cut at `max_..._bytes` keeps a fair sample of the library.
+    Validation takes as much of every file, from its middle, as makes up `max_validation_bytes` together, so that a
+    short text is a fair sample of the library.
 
     Returns: (train, validation) text.
     """
     train, validation = [], []
     for path, content in files:
-        digest = hashlib.sha256(path.encode()).digest()
-        part = validation if int.from_bytes(digest[:8]) < validation_share * 2**64 else train
-        part.append((digest[8:], content))
-    return (
-        b"\n".join(content for _, content in sorted(train))[:max_train_bytes],
-        b"\n".join(content for _, content in sorted(validation))[:max_validation_bytes],
-    )
+        position = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) / 2**64
+        (validation if position < validation_share else train).append(content)
+    each = max_validation_bytes // max(1, len(validation))
+    middles = [content[max(0, len(content) - each) // 2 :][:each] for content in validation]
+    return b"\n".join(train)[:max_train_bytes], b"".join(middles)
 
 
 def unigram_bits(text: bytes) -> float:
@@ -66,7 +65,7 @@ class StandardLibraryText(LightningDataModule):
         batch_size: windows a batch and rank.
         validation_share: share of the files that is kept for validation.
         max_train_bytes: train text is cut here.
-        max_validation_bytes: validation text is cut here.
+        max_validation_bytes: validation text is at most this long, the same share of every file.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StandardLibraryText(LightningDataModule):
         batch_size: int = 8,
         validation_share: float = 0.05,
         max_train_bytes: int = 32_000_000,
-        max_validation_bytes: int = 131_073,
+        max_validation_bytes: int = 65_537,
     ) -> None:
         super().__init__()
         self.sequence_length = sequence_length
