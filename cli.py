@@ -239,9 +239,10 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
 
 def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *, dry_run: bool) -> int:
     """Runs in this process: the only one, or one of those that torchrun or SLURM started."""
-    from shardlight.framework.assemble import run_rank
+    from shardlight.framework.assemble import quiet, run_rank
     from shardlight.framework.world import adopt_slurm
 
+    quiet()
     if world is not None and world.launcher == "SLURM":
         adopt_slurm(os.environ, loaded.config.trainer.devices)
     first = world is None or world.rank == 0
@@ -263,9 +264,10 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
     from shardlight.framework.report import mark_done, write_report
 
     try:
-        from shardlight.framework.assemble import run_rank
+        from shardlight.framework.assemble import quiet, run_rank
         from shardlight.framework.config import load
 
+        quiet()
         loaded = load(config, overrides, trust, verb=verb)
         run_dir, started = Path(os.environ["SHARDLIGHT_RUN_DIR"]), float(os.environ["SHARDLIGHT_STARTED"])
         run_rank(loaded.config, verb, run_dir, launched=True, dry_run=dry_run, started=started)

@@ -1,7 +1,9 @@
 """From a checked config to a Lightning Trainer with everything in it, and the run itself on this rank."""
 
 import dataclasses
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,14 @@ from shardlight.framework.summary import RunSummary
 from shardlight.strategies import STRATEGIES
 
 Verb = Literal["fit", "validate", "test", "predict"]
+
+
+def quiet() -> None:
+    """Keeps notices of the libraries that a user can do nothing about off the screen; warnings of theirs stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (r".*isinstance\(treespec, LeafSpec\)", r"torch\.distributed\.nn\.functional\.all_gather"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def make_run_dir(config: Config) -> Path:

@@ -73,8 +73,21 @@ class Checker:
         try:
             return cls(**values)
         except (ValueError, TypeError) as error:
-            text = str(error)
-            return self.fault(node, text if text.startswith(f"{path}:") else f"{path}: {text}")
+            return self._owner_faults(node, str(error), path, fields)
+
+    def _owner_faults(self, node: Node, text: str, path: str, fields: Iterable[str]) -> Any:
+        """Faults of a dataclass's own check, "optimizer: lr is -1; ...; eps is ...", each at the line of its field."""
+        parts: list[str] = []
+        for part in text.removeprefix(f"{path}: ").split("; "):
+            if parts and part.split(" ")[0] not in fields:
+                parts[-1] += f"; {part}"
+            else:
+                parts.append(part)
+        for part in parts:
+            name = part.split(" ")[0]
+            where = node.value.get(name, node) if name in fields else node
+            self.fault(where, f"{path}.{part}." if name in fields else f"{path}: {part}.")
+        return BAD
 
     def convert(self, node: Node, wanted: Any, path: str) -> Any:  # noqa: PLR0911 - one return per kind of annotation
         """Returns the value of the node as the annotation `wanted`, or BAD after a fault."""

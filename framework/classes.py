@@ -143,7 +143,8 @@ class Classes:
         return target
 
     def _mend(self, top: str) -> str:
-        return f"Classes come from the project, {', '.join(TRUSTED)}, or a package given with --trust {top}."
+        trust = "" if top in sys.stdlib_module_names else f", or a package given with --trust {top}"
+        return f"Classes come from the project, {', '.join(TRUSTED)}{trust}."
 
     def _allowed(self, top: str) -> bool:
         if top in self.trusted:

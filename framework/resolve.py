@@ -6,6 +6,7 @@ since a config may not call anything.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -146,8 +147,8 @@ def _resolved(config: Any, path: tuple[Any, ...], node: Node, faults: list[Fault
             value = value[part]
         if isinstance(value, DictConfig | ListConfig):
             value = OmegaConf.to_container(value, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0].rstrip(".")
+    except OmegaConfBaseException as error:
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]).strip('".')
         faults.append(Fault(node.origin, f"{_dotted(path)}: {node.value!r} cannot be resolved: {reason}."))
         return Node(BROKEN, node.origin)
     return _at(value, node)
