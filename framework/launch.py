@@ -7,7 +7,6 @@ moment to report what they see, then SIGTERM, a short grace, SIGKILL. The rank t
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +37,46 @@ _DIE_WITH_PARENT = (
     "os.getppid()==int(sys.argv[1]) or os._exit(1)\n"
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
+
+# Reads the ids of workers, one a line, until its input ends: that is when the supervisor is gone, killed even. Where
+# that was not the good end ("done"), it ends their groups, which are their children's too. Then it removes the folder.
+_SWEEP = (
+    "import os,shutil,sys\n"
+    "lines=sys.stdin.read().split()\n"
+    "for line in lines if 'done' not in lines else []:\n"
+    "    try: os.killpg(int(line),9)\n"
+    "    except (ProcessLookupError,PermissionError): pass\n"
+    "shutil.rmtree(sys.argv[1],ignore_errors=True)"
+)
+
+
+class Sweeper:
+    """A process of its own that removes a run's private folder, and its workers, even where the supervisor is killed.
+
+    Args:
+        folder: the private folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def tell(self, word: str) -> None:
+        """Gives it the id of a worker, or "done"."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=self.process.stdin, flush=True)
+
+    def finish(self) -> None:
+        """Lets it remove the folder, and waits for that."""
+        self.tell("done")
+        self.process.communicate()
 
 
 class Worker:
@@ -291,30 +330,24 @@ def run_workers(
     """
     folder = Path(tempfile.mkdtemp(prefix="shardlight-"))
     logs = folder / "logs" if log_dir is None else log_dir
-    signals, workers = _Signals(), []
+    signals, workers, sweeper = _Signals(), [], Sweeper(folder)
     try:
         (folder / "reports").mkdir()
         logs.mkdir(parents=True, exist_ok=True)
+        limits = {"settle_s": settle_s, "grace_s": grace_s, "stop_s": stop_s}
         with signals.installed():
-            watcher = Supervisor(
-                workers,
-                folder / "reports",
-                signals,
-                expect_done=expect_done,
-                settle_s=settle_s,
-                grace_s=grace_s,
-                stop_s=stop_s,
-            )
+            watcher = Supervisor(workers, folder / "reports", signals, expect_done=expect_done, **limits)
             try:
                 for rank in range(world_size):
                     made = worker_env(rank, world_size, folder, os.environ if env is None else env)
                     workers.append(Worker(rank, command, made, None if rank == 0 else logs / f"rank{rank}.log"))
+                    sweeper.tell(str(workers[-1].process.pid))
                 failures = watcher.watch()
             finally:
                 watcher.end(0.0)
         return _outcome(failures, workers, signals.received, terse, err or sys.stderr, keep_logs=log_dir is not None)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        sweeper.finish()
 
 
 def _outcome(
