@@ -1,1 +1,13 @@
-"""Strategies."""
+"""Sharding strategies for Lightning's Trainer; importing this registers their names (`Trainer(strategy="zero3")`)."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from shardlight.strategies.base import EngineOptions, ShardedStrategy
+from shardlight.strategies.zero import DDP, Single, ZeRO1, ZeRO2, ZeRO3
+
+STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3)}
+
+for _name, _strategy in STRATEGIES.items():
+    StrategyRegistry.register(_name, _strategy, description=(_strategy.__doc__ or "").strip(), override=True)
+
+__all__ = ["DDP", "STRATEGIES", "EngineOptions", "ShardedStrategy", "Single", "ZeRO1", "ZeRO2", "ZeRO3"]

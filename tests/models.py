@@ -127,7 +127,9 @@ def windows(steps: int, accumulate: int) -> list[list[int]]:
     return [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
 
 
-def reference(name: str, world: int, steps: int, accumulate: int, clip: float | None, optimizer: str, dtype=torch.float64):
+def reference(
+    name: str, world: int, steps: int, accumulate: int, clip: float | None, optimizer: str, dtype=torch.float64
+):
     """The plain loop: one process, the joined batch. Returns (losses, norms, weights)."""
     model = make(name, dtype)
     _, loss_of, batch_of = MODELS[name]

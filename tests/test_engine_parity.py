@@ -49,7 +49,9 @@ def check_all(rank, world_size, names, dtype, optimizer, tolerance, accumulation
                         for want, have in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
                             assert have == pytest.approx(want, rel=tolerance, abs=tolerance), where
                         for n, w in expected[2].items():
-                            torch.testing.assert_close(got[2][n], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where} {n}: {m}")
+                            torch.testing.assert_close(
+                                got[2][n], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where} {n}: {m}"
+                            )
                         by_reduce[reduce].append((where, got))
                 for runs in by_reduce.values():
                     first = runs[0][1]
@@ -62,5 +64,14 @@ def check_all(rank, world_size, names, dtype, optimizer, tolerance, accumulation
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sgd_in_fp64_equals_one_process(world_size):
-    run_ranks(check_all, world_size, names=list(MODELS), dtype=torch.float64, optimizer="sgd", tolerance=1e-10,
-              accumulations=[1, 2, 3], clips=[None, 0.05], timeout_s=240)
+    run_ranks(
+        check_all,
+        world_size,
+        names=list(MODELS),
+        dtype=torch.float64,
+        optimizer="sgd",
+        tolerance=1e-10,
+        accumulations=[1, 2, 3],
+        clips=[None, 0.05],
+        timeout_s=240,
+    )

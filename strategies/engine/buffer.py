@@ -47,9 +47,7 @@ class FlatBuffer:
         self.pieces: dict[int, Piece] = {p.slot: p for p in self.layout.pieces(collectives.rank)}
         self.gathered = True
         self.full: Tensor = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.views: list[Tensor] = [
-            self.full[s.start : s.stop].view(s.shape) for s in self.layout.slots
-        ]
+        self.views: list[Tensor] = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.slots]
         self._own = slice(*self.layout.shard_range(collectives.rank))
         for parameter, view in zip(self.params, self.views, strict=True):
             view.copy_(parameter.data)
@@ -191,7 +189,11 @@ class FlatBuffer:
     def gather_gradients(self) -> Tensor:
         """Returns the (numel,) mean gradients of the window on every rank. Collective."""
         assert self.grad is not None
-        full = self.full_grad if self.full_grad is not None else torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        full = (
+            self.full_grad
+            if self.full_grad is not None
+            else torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        )
         self.collectives.all_gather(full, self.grad, f"gradients of {self.name}")
         return full
 

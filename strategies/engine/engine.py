@@ -28,6 +28,7 @@ from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.partition import UnitSpec, find_units
 from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.unit import SavedWeight, Unit
 from shardlight.strategies.engine.window import Window
@@ -78,6 +79,7 @@ class Engine:
         self._unit_of_storage: dict[int, Unit] = {
             b.full.untyped_storage()._cdata: u for u in self.units for b in u.buffers
         }
+        self._handles: list[Any] = []
         self.local_parameters = LocalParameters(self._place, plan)
         self._hook_gradients()
         if plan.shard_parameters:
@@ -89,7 +91,9 @@ class Engine:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.params:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-        buffers = [FlatBuffer(spec.name, params, self.plan, self.reduce, self.collectives, self) for params in kinds.values()]
+        buffers = [
+            FlatBuffer(spec.name, params, self.plan, self.reduce, self.collectives, self) for params in kinds.values()
+        ]
         return Unit(index, spec.name, spec.keep, buffers)
 
     # --- weights: when a unit is gathered and released
@@ -113,8 +117,8 @@ class Engine:
                 unit.release()
 
         for root in spec.roots:
-            root.register_forward_pre_hook(before, prepend=True)
-            root.register_forward_hook(after)
+            self._handles.append(root.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(root.register_forward_hook(after))
 
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Called when a released parameter's values are used; see [Note: released parameters].
@@ -144,7 +148,9 @@ class Engine:
 
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
-            unit = self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            unit = (
+                self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            )
             return (tensor, tensor._version) if unit is None else SavedWeight(unit, tensor)
         return tensor, None
 
@@ -221,7 +227,8 @@ class Engine:
                     frozen = not parameter.requires_grad
                     # Also frozen ones: they may be set free later, and a hook needs requires_grad when it is made.
                     parameter.requires_grad_(True)
-                    parameter.register_post_accumulate_grad_hook(self._gradient_hook(unit, buffer, slot))
+                    hook = self._gradient_hook(unit, buffer, slot)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                     parameter.requires_grad_(not frozen)
 
     def _gradient_hook(self, unit: Unit, buffer: FlatBuffer, slot: int) -> Callable[[Tensor], None]:
@@ -260,18 +267,21 @@ class Engine:
             number = self.number[buffer.params[slot]]
             self.window.counted[number] = self.window.arrived[number]
 
-    def backward(self, loss: Tensor, weight: float | None = None, factor: float = 1.0, run: Callable | None = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | None = None, factor: float | None = 1.0, run: Callable | None = None
+    ) -> None:
         """Runs backward for one micro-batch.
 
         Args:
             loss: 0-dim, the local mean, divided by `factor` already.
             weight: weight behind the mean (number of tokens); None: every micro-batch counts the same.
+            factor: None: the window's gradient is the sum over micro-batches, not their mean.
             run: called with the loss to backpropagate; default: its `backward` method.
         Raises: GradientError: see Window.
         """
         if self.window.stepped:
             self.open_window()
-        self.window.add_loss(loss.detach() * factor, weight, factor)
+        self.window.add_loss(loss.detach() * (factor or 1.0), weight, factor)
         with self.running_backward():
             scaled = loss if weight is None else loss * weight
             (run or Tensor.backward)(scaled)
@@ -443,6 +453,43 @@ class Engine:
             torch.autograd.graph.increment_version(tuple(self.parameters))
         self.window.stepped = True
         return True
+
+    # --- reading and writing state from outside
+
+    def owned_piece(self, parameter: nn.Parameter) -> tuple[int, Tensor] | None:
+        """Returns (start, flat part) of the elements that this rank writes to a checkpoint, each element on one rank.
+
+        The part is a view of the live weights. None: not a parameter the engine holds.
+        """
+        if parameter not in self._place:
+            return None
+        _, buffer, slot = self._place[parameter]
+        piece = buffer.pieces.get(slot)
+        part = buffer.piece_of_shard(slot, buffer.shard)
+        return (0, buffer.shard[:0]) if piece is None or part is None else (piece.start, part)
+
+    def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Returns the shape of a parameter or any other tensor, also of a released one."""
+        return tuple(tensor.shape)
+
+    def weights_changed(self) -> None:
+        """Makes shards that were written from outside everyone's weights. Collective."""
+        with torch.no_grad():
+            for buffer in self.buffers:
+                if not self.plan.shard_parameters:
+                    self.collectives.all_gather(buffer.full, buffer.shard, f"publish {buffer.name}")
+        torch.autograd.graph.increment_version(tuple(self.parameters))
+
+    def detach(self) -> None:
+        """Takes the engine off its model, which is left with full plain weights. Collective."""
+        with self.gathered(), torch.no_grad():
+            whole = [p.data.clone() for p in self.parameters]
+        for handle in self._handles:
+            handle.remove()
+        for parameter, data in zip(self.parameters, whole, strict=True):
+            if isinstance(parameter, ReleasedParameter):
+                mark_gathered(parameter)
+            parameter.data = data
 
     # --- accounting
 

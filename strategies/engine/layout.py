@@ -44,7 +44,9 @@ class FlatLayout:
     numel: int
 
     @classmethod
-    def pack(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, multiple: int = ALIGN) -> "FlatLayout":
+    def pack(
+        cls, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, multiple: int = ALIGN
+    ) -> "FlatLayout":
         """Lays parameters out in the given order.
 
         Args:

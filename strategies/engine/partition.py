@@ -99,7 +99,9 @@ def _rest(model: nn.Module, taken: set[int]) -> list[UnitSpec]:
     units: list[UnitSpec] = []
     small = UnitSpec("rest", keep=True)
     for name, module in model.named_modules():
-        own = [(f"{name}.{n}" if name else n, p) for n, p in module.named_parameters(recurse=False) if id(p) not in taken]
+        own = [
+            (f"{name}.{n}" if name else n, p) for n, p in module.named_parameters(recurse=False) if id(p) not in taken
+        ]
         if not own:
             continue
         large = sum(p.numel() for _, p in own if not isinstance(p, UninitializedTensorMixin)) >= OWN_UNIT_NUMEL

@@ -44,14 +44,20 @@ class ReleasedParameter(nn.Parameter):
         if _needs_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(getattr(func, "__self__", None), "__name__", None) if func.__name__ in ("__get__", "__set__") else None
+        name = (
+            getattr(getattr(func, "__self__", None), "__name__", None)
+            if func.__name__ in ("__get__", "__set__")
+            else None
+        )
         for parameter in _released(args, kwargs):
             parameter._shardlight_owner.on_use(parameter, name or func.__name__)
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+            return (
+                f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+            )
 
 
 _classes: dict[type, type] = {}

@@ -1,5 +1,7 @@
 """One unit's life: gathered when it is used, released when it is not."""
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +48,7 @@ class Unit:
         """Parameters whose gradient arrived since the unit was last reduced."""
         self.expected = 0
         """How many parameters are trainable."""
-        self._own_references = [b.references() for b in buffers]
+        self._own_references = sum(b.references() for b in buffers)
 
     @property
     def gathered(self) -> bool:
@@ -68,10 +70,18 @@ class Unit:
         for buffer in self.buffers:
             buffer.write_back()
 
-    def has_outside_views(self) -> bool:
-        """Whether someone else holds a view of the weights; see [Note: outside views]."""
-        surplus = sum(b.references() for b in self.buffers) - sum(self._own_references)
-        return surplus > self.saved
+    def has_outside_views(self, patience_s: float) -> bool:
+        """Whether someone else holds a view of the weights; see [Note: outside views].
+
+        The transport's own threads may hold a view of the buffer for a moment after a collective has returned, so a
+        surplus counts only when it lasts.
+        """
+        deadline = time.monotonic() + patience_s
+        while sum(b.references() for b in self.buffers) - self._own_references > self.saved:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.0002)
+        return False
 
     def release(self, force: bool = False) -> None:
         """Frees the full weights unless the unit is in use; with `force`, a view that is still about is an error.
@@ -80,7 +90,7 @@ class Unit:
         """
         if self.pinned or self.depth or not any(b.gathered for b in self.buffers):
             return
-        if self.has_outside_views():
+        if self.has_outside_views(1.0 if force else 0.01):
             if force:
                 raise StrategyError(
                     f"a view of a weight of unit '{self.name}' is still held when its step ends (an attribute, a list, a "

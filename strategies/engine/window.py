@@ -39,12 +39,17 @@ class Window:
     used: list[bool] = field(default_factory=list)
     """By parameter number: some rank had a gradient for it."""
 
-    def add_loss(self, loss: Tensor, weight: float | None, factor: float) -> None:
+    micro_batches: int = 0
+    norms: dict[float, Tensor] = field(default_factory=dict)
+    """Norms that were computed of the final gradients, by norm type."""
+
+    def add_loss(self, loss: Tensor, weight: float | None, factor: float | None) -> None:
         """Counts one micro-batch.
 
         Args:
             loss: 0-dim, the local mean as it was returned by the step.
             weight: None for a plain loss.
+            factor: what the loss was divided by for the mean over the window; None: losses of a window are added up.
         Raises: GradientError: plain and weighted losses in one window, or the gradients are final already.
         """
         if self.closed:
@@ -57,7 +62,8 @@ class Window:
             )
         self.weighted = weighted
         share = 1.0 if weight is None else weight
-        self.factor = factor
+        self.micro_batches += 1
+        self.factor = float(self.micro_batches) if factor is None else factor
         if share:
             self.loss_sum += float(loss) * share
         self.weight_sum += share

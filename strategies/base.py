@@ -1,0 +1,507 @@
+"""ShardedStrategy: the one place that speaks Lightning's Strategy contract; everything it does is the engine's."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.errors import CheckpointError, StrategyError
+from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
+from shardlight.strategies.precision import sharded_precision
+from shardlight.strategies.process_group import end_with_parent, start_process_group
+
+_engines: "WeakKeyDictionary[nn.Module, Engine]" = WeakKeyDictionary()
+"""The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of every strategy of the ZeRO table."""
+
+    reduce: Reduce | None = None
+    """When gradients are reduced: `micro_batch` (less memory) or `window` (fewer bytes sent, the full gradients are kept
+    over the accumulation window). Unset: `window` for single, ddp and zero1, `micro_batch` for zero2 and zero3."""
+
+    units: tuple[str, ...] = ()
+    """Class names of modules that are gathered and reduced as one unit each. Empty: the blocks of the model's repeated
+    block lists."""
+
+    timeout_s: float = 600.0
+    """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
+
+
+class ShardedStrategy(DDPStrategy):
+    """Base of the strategies in zero.py; each is a row of the ZeRO table.
+
+    Raises: StrategyError: an option's value is impossible.
+    """
+
+    plan: ClassVar[StatePlan]
+    Options: ClassVar[type[EngineOptions]] = EngineOptions
+
+    def __init__(self, *, reduce: Reduce | None = None, units: tuple[str, ...] = (), timeout_s: float = 600.0) -> None:
+        if reduce not in (None, "micro_batch", "window"):
+            raise StrategyError(
+                f"reduce={reduce!r} is not an option of {self.plan.name}: use 'micro_batch' or 'window'."
+            )
+        if not timeout_s > 0:
+            raise StrategyError(f"timeout_s={timeout_s!r} must be above 0 seconds.")
+        if isinstance(units, str):
+            raise StrategyError(f"units={units!r} must be a list of class names.")
+        super().__init__()
+        self.options = self.Options(reduce=reduce, units=tuple(units), timeout_s=float(timeout_s))
+        self.skipped_steps = 0
+        """Windows without any weight (no valid token), in which nothing was updated."""
+        self._engine: Engine | None = None
+        self._weight: float | None = None
+        self._blocked = False
+        self._reader: CheckpointReader | None = None
+        self._restore_random: Callable[[], None] | None = None
+
+    # --- what users call
+
+    @property
+    def engine(self) -> Engine:
+        """The sharding engine. Raises: StrategyError: the Trainer has not set the strategy up yet."""
+        if self._engine is None:
+            raise StrategyError(
+                f"{self.plan.name}: nothing is sharded before the Trainer's setup (fit, validate, test, predict)."
+            )
+        return self._engine
+
+    def weigh_loss(self, weight: float | Tensor) -> None:
+        """Says, inside training_step, what weight (number of tokens) stands behind the mean loss that it will return.
+
+        Raises: StrategyError: called twice in one step with different weights.
+        """
+        value = float(weight)
+        if self._weight is not None and self._weight != value:
+            raise StrategyError(
+                f"one training_step weighs its loss twice, with {self._weight:g} and {value:g}: add the sums up and call "
+                "`weighted` once."
+            )
+        self._weight = value
+
+    def gathered(self, module: nn.Module | None = None) -> Any:
+        """Context in which every rank has the full weights of `module` (default: all). Collective; changes are kept."""
+        return self.engine.gathered(module)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns the full mean gradient of a parameter, from on_after_backward of a stepping batch on. Collective."""
+        return self.engine.gradient(parameter)
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Returns the norm of all mean gradients of the window (0-dim, fp64), before clipping. Collective."""
+        self.engine.close_window()
+        if norm_type not in self.engine.window.norms:
+            self.engine.window.norms[norm_type] = self.engine.norm(norm_type=norm_type)
+        return self.engine.window.norms[norm_type]
+
+    def clip_by_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the optimizer's gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        return self.engine.clip(optimizer, max_norm, norm_type)
+
+    @property
+    def window_loss(self) -> float:
+        """The exact mean loss of the last complete window over ranks and micro-batches."""
+        return self.engine.window.mean_loss
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that see different data."""
+        return self.global_rank
+
+    @property
+    def data_world_size(self) -> int:
+        """How many ranks see different data."""
+        return self.world_size
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes this rank has sent to others in collectives of the engine."""
+        return self.engine.collectives.bytes_sent
+
+    def model_state_bytes(self) -> int:
+        """Live bytes of weights, gradients and optimizer state on this rank now."""
+        return self.engine.state_bytes(self.optimizers)
+
+    # --- processes
+
+    def _configure_launcher(self) -> None:
+        if self.plan.single_process and self.num_processes * self.num_nodes != 1:
+            raise StrategyError(
+                f"strategy 'single' is one process, but {self.num_processes * self.num_nodes} were asked for: set "
+                "trainer.devices to 1, or choose ddp, zero1, zero2 or zero3."
+            )
+        super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Starts the process group when there is more than one rank. Raises: LaunchError."""
+        reset_seed()
+        self.set_world_ranks()
+        environment = self.cluster_environment
+        assert isinstance(environment, ClusterEnvironment)
+        if isinstance(environment, LightningEnvironment) and self.local_rank:
+            end_with_parent()
+        self._process_group_backend = self._get_process_group_backend()
+        if self.world_size > 1:
+            start_process_group(
+                self.global_rank,
+                self.world_size,
+                environment.main_address,
+                environment.main_port,
+                self._process_group_backend,
+                self.options.timeout_s,
+                self.root_device,
+            )
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Trainer's plugin, with clipping over shards."""
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = sharded_precision(plugin or Precision(), self)
+
+    # --- setting up
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are read into shards, so sharding comes first."""
+        return True
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shards the module once; makes the optimizers when fitting, on parameters that still have names and shapes."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._refuse(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if _engines.get(module) is not self._engine and module in _engines:
+            _engines[module].detach()
+        if self._engine is None or self._engine.model is not module:
+            self._engine = None
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            if fitting:
+                self.setup_optimizers(trainer)
+            group = dist.new_group(backend=self._process_group_backend) if self.world_size > 1 else None
+            self._engine = Engine(module, self.plan, group, self.options.reduce, self.options.units)
+            _engines[module] = self._engine
+        elif fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        else:
+            self._reset_optimizers_and_schedulers()
+        for optimizer in self.optimizers:
+            self.engine.take_optimizer(optimizer)
+        self.setup_precision_plugin()
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None and self.root_device.type == "cpu":
+            raise StrategyError("sync_batchnorm=True needs CUDA devices: PyTorch's SyncBatchNorm refuses CPU tensors.")
+        if self._checkpoint_io is not None:
+            raise StrategyError(
+                f"{type(self._checkpoint_io).__name__} is not used by {self.plan.name}, which writes checkpoint folders of "
+                "its own: leave the checkpoint plugin out."
+            )
+
+    def model_to_device(self) -> None:
+        """Moves the module to this rank's device, before it is sharded."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    # --- a step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's training_step with weights gathered as they are used."""
+        self._weight = None
+        if self.engine.window.closed:
+            # Gradients that no optimizer used (an overridden optimizer_step that skips) are dropped, as zero_grad does.
+            self.engine.open_window()
+        with self.engine.forward():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward; on a stepping batch gradients are final when `on_after_backward` is called."""
+        module = self.lightning_module
+        assert module is not None
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        automatic = module.automatic_optimization
+
+        def run(scaled: Tensor) -> None:
+            self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs)
+
+        # Lightning has divided the loss by the full accumulation factor, also in a short window; manual losses it leaves.
+        factor = float(module.trainer.accumulate_grad_batches) if automatic else None
+        self.engine.backward(loss, self._weight, factor, run)
+        if automatic and not self._blocked:
+            self.engine.close_window()
+            if _reads_gradients(module):
+                self.engine.show_full_gradients()
+        return self.precision_plugin.post_backward(loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While a window accumulates: gradients do not become final after backward."""
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Runs the closure, clips, and steps the user's optimizer on this rank's part of the parameters."""
+        module = model or self.lightning_module
+        result = closure()
+        self.engine.close_window()
+        self.precision_plugin._after_closure(module, optimizer)
+        if not self.engine.step(optimizer):
+            self.skipped_steps += 1
+        return result
+
+    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Lightning evaluates under inference_mode, whose tensors training cannot use afterwards.
+        with torch.inference_mode(False), torch.no_grad(), self.engine.forward():
+            result = step(*args, **kwargs)
+        self._meet_at_the_end()
+        return result
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's validation_step with weights gathered as they are used."""
+        return self._evaluation_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's test_step with weights gathered as they are used."""
+        return self._evaluation_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's predict_step with weights gathered as they are used."""
+        return self._evaluation_step(super().predict_step, *args, **kwargs)
+
+    def _meet_at_the_end(self) -> None:
+        """After this rank's last evaluation batch: serves the gathers of ranks that have one more."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stage = trainer.state.stage
+        loops = {
+            RunningStage.VALIDATING: trainer.validate_loop
+            if trainer.state.fn == TrainerFn.VALIDATING
+            else trainer.fit_loop.epoch_loop.val_loop,
+            RunningStage.SANITY_CHECKING: trainer.fit_loop.epoch_loop.val_loop,
+            RunningStage.TESTING: trainer.test_loop,
+            RunningStage.PREDICTING: trainer.predict_loop,
+        }
+        if stage in loops and loops[stage].batch_progress.is_last_batch:
+            self.engine.agreement.meet(f"last {stage.value} batch")
+
+    # --- data
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Counts every sample once in evaluation; keeps ranks in lockstep, and a position, in training."""
+        stage = _stage_of_loader()
+        if stage is RunningStage.TRAINING:
+            return self._lockstep(dataloader)
+        return count_every_sample_once(dataloader, stage, self.data_world_size, self.data_rank)
+
+    def _lockstep(self, dataloader: Any) -> Any:
+        length = len(dataloader) if hasattr(dataloader, "__len__") and _has_length(dataloader) else -1
+        lengths = self.engine.collectives.gather_objects(length, "lengths of the training data")
+        uneven = (
+            self.engine.collectives if len(lengths) > 1 and (min(lengths) != max(lengths) or -1 in lengths) else None
+        )
+        if -1 in lengths:
+            return LockstepLoader(dataloader, uneven, self._before_first_batch)
+        return SizedLockstepLoader(dataloader, uneven, self._before_first_batch, min(lengths))
+
+    def _before_first_batch(self) -> None:
+        if self._restore_random is not None:
+            self._restore_random()
+            self._restore_random = None
+
+    # --- talking to other ranks
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a logged value over the data-parallel ranks, after all agreed that they reduce the same one.
+
+        Raises: CollectiveError: ranks reduce different values; names them.
+        """
+        if (
+            self._engine is None
+            or self.world_size == 1
+            or not isinstance(tensor, Tensor)
+            or group not in (None, dist.group.WORLD)
+        ):
+            return (
+                super().reduce(tensor, group, reduce_op)
+                if isinstance(tensor, Tensor) and self.world_size > 1
+                else tensor
+            )
+        self.engine.agreement.meet(_name_of_logged_value())
+        rows = self.engine.collectives.gather_small(tensor.detach().reshape(-1).contiguous(), "reduce a logged value")
+        op = str(reduce_op).lower().rsplit(".", 1)[-1]
+        if op in ("mean", "avg"):
+            result = (rows if rows.is_floating_point() else rows.double()).mean(dim=0)
+        elif op in ("sum", "max", "min"):
+            result = rows.sum(dim=0) if op == "sum" else getattr(rows, f"a{op}")(dim=0)
+        else:
+            return super().reduce(tensor, group, reduce_op)
+        return result.view(tensor.shape)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; ranks at different barriers get an error."""
+        if self._engine is not None:
+            self.engine.agreement.meet(f"barrier {name or ''}".strip())
+        else:
+            super().barrier(name, *args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns rank `src`'s object on all ranks."""
+        if self._engine is not None:
+            self.engine.agreement.meet("broadcast")
+            return self.engine.collectives.gather_objects(obj if self.global_rank == src else None, "broadcast")[src]
+        return super().broadcast(obj, src)
+
+    # --- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state dict; sharded parameters are in it as themselves, not as values."""
+        return _plain_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns a marker: optimizer state goes from each rank straight into its file."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint folder. Collective.
+
+        Raises: CheckpointError: something cannot be written; CollectiveError: not all ranks make the call.
+        """
+        if storage_options is not None:
+            raise CheckpointError(
+                f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
+            )
+        trainer_state.save(
+            self.engine, [_inner(o) for o in self.optimizers], checkpoint, Path(os.fspath(filepath)).absolute()
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.
+
+        Raises: CheckpointError: not a complete checkpoint folder.
+        """
+        self._reader = CheckpointReader(checkpoint_path)
+        checkpoint = trainer_state.load_trainer(self._reader)
+        aliases = self._reader.content.get("aliases", {})
+        checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
+        if self._reader.content.get("optimizers") is not None:
+            checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Reads this rank's pieces of the weights. Names dropped by `on_load_checkpoint` stay as they are."""
+        assert self._reader is not None
+        state = _plain_state(self.lightning_module)
+        trainer_state.load_model(self.engine, self._reader, state, list(checkpoint["state_dict"]), strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Reads this rank's part of each optimizer's state, and takes up its random state."""
+        assert self._reader is not None
+        for index, optimizer in enumerate(self.optimizers):
+            trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
+        self._restore_random = trainer_state.load_random_state(self._reader, self.global_rank)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint folder (rank 0)."""
+        if self.is_global_zero:
+            path = Path(os.fspath(filepath))
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # --- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing to do: no collective may follow an error."""
+
+    def teardown(self) -> None:
+        """Ends an entry point. Shards, optimizer state and the process group stay, for what is called after it."""
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self._before_first_batch()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _plain_state(module: nn.Module | None) -> dict[str, Any]:
+    assert module is not None
+    return module.state_dict(keep_vars=True)
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _reads_gradients(module: pl.LightningModule) -> bool:
+    """Whether the user's module or callbacks have a hook in which gradients are read."""
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    for owner in (module, *module.trainer.callbacks):
+        for hook in hooks:
+            function = getattr(type(owner), hook, None)
+            if function is not None and not function.__module__.startswith(("lightning.", "shardlight.")):
+                return True
+    return False
+
+
+def _stage_of_loader() -> RunningStage:
+    """Finds what the loader that is being processed is for: within fit the strategy is not told."""
+    frame = sys._getframe(2)
+    stage = frame.f_locals.get("stage")
+    assert isinstance(stage, RunningStage), "process_dataloader is called by Lightning's _process_dataloader alone"
+    return stage
+
+
+def _name_of_logged_value() -> str:
+    """Finds what `self.log` calls the value that is being reduced: the strategy is not told."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _ResultMetric):
+            return f"log '{owner.meta.name}' in {owner.meta.fx}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "reduce"

@@ -1,0 +1,272 @@
+"""Between a running engine with its optimizers and a checkpoint directory."""
+
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardlight.strategies.checkpoint.codec import decode, encode
+from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.errors import CheckpointError
+
+
+def save(engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Writes a checkpoint folder: each rank the pieces it owns, then rank 0 the manifest. Collective.
+
+    Args:
+        checkpoint: the Trainer's dict; `state_dict` holds the engine's parameters themselves and other tensors.
+    Raises: CheckpointError: on every rank, when any rank could not write; what was at `path` before is untouched.
+    """
+    rank = engine.collectives.rank
+    folder = path.with_name(f".{path.name}.writing")
+    engine.agreement.meet(f"save_checkpoint {path.name}")
+
+    def prepare() -> None:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    _together(engine, path, prepare)
+    parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, folder))
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(folder, _merge(parts))
+            publish(folder, path)
+
+    _together(engine, path, finish)
+
+
+def _together(engine: Engine, path: Path, work: Callable[[], Any]) -> list[Any]:
+    """Runs `work` on each rank and returns all results; one rank's failure is everyone's error."""
+    result, failure = None, ""
+    try:
+        result = work()
+    except (OSError, CheckpointError) as error:
+        failure = str(error) or repr(error)
+    everyone = engine.collectives.gather_objects((result, failure), f"save_checkpoint {path.name}")
+    failures = [f"rank {r}: {f}" for r, (_, f) in enumerate(everyone) if f]
+    if failures:
+        raise CheckpointError(f"{path}: the checkpoint was not written. {'; '.join(failures)}")
+    return [r for r, _ in everyone]
+
+
+def _write_rank(
+    engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    writer = RankWriter(engine.collectives.rank)
+    tensors: dict[str, Tensor] = {}
+    content: dict[str, Any] = {"rank": encode(random_state(), f"rank/{engine.collectives.rank}", tensors)}
+    content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
+    if "optimizer_states" in checkpoint:
+        content["optimizers"] = [_add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
+    if engine.collectives.rank == 0:
+        plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        content["trainer"] = encode(plain, "trainer", tensors)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.write(folder)
+    content["pieces"] = [vars(p) for p in writer.pieces]
+    return content
+
+
+def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> dict[str, str]:
+    """Writes this rank's pieces; returns the names that share another name's parameter."""
+    first_name: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"state_dict['{name}'] is a {type(value).__name__}, not a tensor.")
+        if isinstance(value, nn.Parameter) and id(value) in first_name:
+            aliases[name] = first_name[id(value)]
+            continue
+        first_name[id(value)] = name
+        piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
+        if piece is not None:
+            start, part = piece
+            if part.numel() or (value.numel() == 0 and engine.collectives.rank == 0):
+                writer.add(f"model/{name}", part, engine.full_shape(value), start)
+        elif engine.collectives.rank == 0:
+            writer.add(f"model/{name}", value)
+    return aliases
+
+
+def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: RankWriter) -> dict[str, Any]:
+    local = engine.local_parameters
+    groups = []
+    states: dict[str, dict[str, Any]] = {}
+    for group, full in zip(optimizer.param_groups, local.full_groups[id(optimizer)], strict=True):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        unwritten: dict[str, Tensor] = {}
+        groups.append({"options": encode(options, "options", unwritten), "params": [local.name(p) for p in full]})
+        if unwritten:
+            groups[-1]["options"] = encode(
+                {k: v.item() if isinstance(v, Tensor) else v for k, v in options.items()}, "options", {}
+            )
+        for parameter in full:
+            name, mine = local.name(parameter), local.of(parameter)
+            if name is None or mine is None or mine not in optimizer.state:
+                continue
+            start, stop = local.span(parameter)
+            scalars = {}
+            for key, value in optimizer.state[mine].items():
+                if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
+                    if local.plan.shard_optimizer or engine.collectives.rank == 0:
+                        writer.add(
+                            f"optimizer/{index}/{name}/{key}", value.reshape(-1), engine.full_shape(parameter), start
+                        )
+                else:
+                    scalars[key] = _scalar(value, f"optimizer state '{key}' of '{name}'")
+            states[name] = scalars
+    return {"groups": groups, "states": states}
+
+
+def _scalar(value: Any, where: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {
+            "tensor": encode(value.item(), where, {}),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "dim": value.dim(),
+        }
+    tensors: dict[str, Tensor] = {}
+    data = encode(value, where, tensors)
+    if tensors:
+        raise CheckpointError(f"{where} is a tensor that is not laid out like its parameter, which cannot be saved.")
+    return {"plain": data}
+
+
+def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    optimizers = []
+    for index, first in enumerate(parts[0].get("optimizers", [])):
+        states: dict[str, Any] = {}
+        for part in parts:
+            states.update(part["optimizers"][index]["states"])
+        optimizers.append({"groups": first["groups"], "states": states})
+    return {
+        "world_size": len(parts),
+        "versions": {"torch": str(torch.__version__)},
+        "aliases": parts[0]["aliases"],
+        "pieces": [p for part in parts for p in part["pieces"]],
+        "optimizers": optimizers if "optimizers" in parts[0] else None,
+        "ranks": [part["rank"] for part in parts],
+        "trainer": parts[0]["trainer"],
+    }
+
+
+def _tensors_below(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}.{n}": reader.read(f"{prefix}.{n}") for n in reader.names(f"{prefix}.")}
+
+
+def load_trainer(reader: CheckpointReader) -> dict[str, Any]:
+    """Returns the Trainer's part of a checkpoint as the dict that was saved, without weights and optimizer state."""
+    return decode(reader.content["trainer"], _tensors_below(reader, "trainer"))
+
+
+def load_model(
+    engine: Engine, reader: CheckpointReader, state: Mapping[str, Any], names: Sequence[str], strict: bool
+) -> None:
+    """Reads this rank's pieces of the weights, and the rest whole.
+
+    Args:
+        state: the module's state dict with the engine's parameters themselves.
+        names: which of the checkpoint's tensors to use.
+    Raises: CheckpointError: before anything is changed: names missing or too many (with `strict`), shapes that differ.
+    """
+    aliases = reader.content.get("aliases", {})
+    there = set(names)
+    missing = [n for n in state if n not in there]
+    unexpected = sorted(there - set(state))
+    if strict and (missing or unexpected):
+        raise CheckpointError(f"{reader.path}: missing in the checkpoint: {missing}; not in the model: {unexpected}.")
+    sources = {n: f"model/{aliases.get(n, n)}" for n in state if n in there}
+    for name, source in sources.items():
+        wanted = engine.full_shape(state[name])
+        if reader.shape(source) != wanted:
+            raise CheckpointError(f"{reader.path}: '{name}' is {reader.shape(source)} there and {wanted} in the model.")
+    for name, source in sources.items():
+        value = state[name]
+        piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
+        if piece is None:
+            with torch.no_grad():
+                value.copy_(reader.read(source))
+        else:
+            start, part = piece
+            part.copy_(reader.read(source, start, start + part.numel()))
+    engine.weights_changed()
+
+
+def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
+    """Reads this rank's part of an optimizer's state, matched by parameter name, and the options of its groups.
+
+    Raises: CheckpointError: the groups hold other parameters than those that were saved.
+    """
+    stored = (reader.content.get("optimizers") or [])[index : index + 1]
+    if not stored:
+        raise CheckpointError(f"{reader.path}: has no state of optimizer {index}: it holds weights only.")
+    local = engine.local_parameters
+    full_groups = local.full_groups[id(optimizer)]
+    want = [[local.name(p) for p in group] for group in full_groups]
+    have = [group["params"] for group in stored[0]["groups"]]
+    if want != have:
+        raise CheckpointError(f"{reader.path}: optimizer {index} has groups {have} there and {want} here.")
+    for group, data, full in zip(optimizer.param_groups, stored[0]["groups"], full_groups, strict=True):
+        for key, value in decode(data["options"], {}).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+        for parameter in full:
+            name, mine = local.name(parameter), local.of(parameter)
+            scalars = stored[0]["states"].get(name)
+            if name is None or mine is None or scalars is None:
+                continue
+            start, stop = local.span(parameter)
+            state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
+            prefix = f"optimizer/{index}/{name}/"
+            for key in reader.names(prefix):
+                state[key] = reader.read(prefix + key, start, stop).view(mine.shape).to(mine.device).clone()
+            optimizer.state[mine] = state
+
+
+def _restore_scalar(data: Mapping[str, Any]) -> Any:
+    if "plain" in data:
+        return decode(data["plain"], {})
+    dtype = getattr(torch, data["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"'{data['dtype']}' is not a dtype.")
+    return torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this process's random generators."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    state["numpy"] = (name, keys, int(position), int(has_gauss), float(gauss))
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_random_state(reader: CheckpointReader, rank: int) -> Callable[[], None] | None:
+    """Returns a function that puts this rank's random generators back, None if the checkpoint has none for it."""
+    ranks = reader.content.get("ranks", [])
+    if rank >= len(ranks):
+        return None
+    prefix = f"rank/{rank}"
+    state = decode(ranks[rank], _tensors_below(reader, prefix))
+
+    def restore() -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+    return restore

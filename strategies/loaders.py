@@ -1,0 +1,156 @@
+"""Data loaders under sharding: every sample counted once, ranks in lockstep, and a position to resume from."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.errors import StrategyError
+
+
+def count_every_sample_once(loader: Any, stage: RunningStage, world_size: int, rank: int) -> Any:
+    """Replaces the sampler that Lightning put into an evaluation loader, which repeats samples to even out the ranks.
+
+    Raises: StrategyError: fewer samples than ranks, so that some rank would have nothing to do.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or type(sampler) is not DistributedSampler:
+        return loader
+    total = len(sampler.dataset)
+    if 0 < total < world_size:
+        raise StrategyError(
+            f"the {stage.dataloader_prefix} set has {total} samples for {world_size} ranks: every rank needs at least one. "
+            "Evaluate with fewer devices."
+        )
+    each_once = UnrepeatedDistributedSampler(
+        sampler.dataset, num_replicas=world_size, rank=rank, shuffle=sampler.shuffle, seed=sampler.seed
+    )
+    return _update_dataloader(loader, each_once, stage)
+
+
+class LockstepLoader:
+    """A training loader that ends on all ranks together, and that can go on from a position.
+
+    Attributes of the loader inside (sampler, dataset, ...) are this loader's too.
+
+    Args:
+        loader: this rank's loader.
+        collectives: None, or where ranks agree before each batch that all have one. Needed when their numbers of batches
+            differ or are unknown; training then stops at the shortest.
+        before_first: called when the first batch is about to be read, after the position has been restored.
+    """
+
+    def __init__(self, loader: Any, collectives: Collectives | None, before_first: Callable[[], None]) -> None:
+        self.loader = loader
+        self._collectives = collectives
+        self._before_first = before_first
+        self._position = 0
+        self._resume_at = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._resume_at = self._resume_at, 0
+        if not skip:
+            self._before_first()
+        batches = iter(_without_first(self.loader, skip))
+        if skip:
+            self._before_first()
+        self._position = skip
+        while True:
+            batch, more = _next(batches)
+            if self._collectives is not None:
+                more = self._all_have(more)
+            if not more:
+                self._position = 0
+                return
+            self._position += 1
+            yield batch
+
+    def _all_have(self, more: bool) -> bool:
+        assert self._collectives is not None
+        row = torch.tensor([int(more)], dtype=torch.int64, device=self._collectives.device)
+        have = self._collectives.gather_small(row, "next training batch").flatten().tolist()
+        if any(have) and not all(have):
+            ended = [r for r, h in enumerate(have) if not h]
+            rank_zero_warn(
+                f"the training data of rank {', '.join(map(str, ended))} ended after {self._position} batches while other "
+                "ranks have more: the epoch ends here on all ranks (at the shortest)."
+            )
+        return all(have)
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns how many batches of this epoch were handed out."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Makes the next iteration start after that many batches."""
+        self._resume_at = int(state["position"])
+
+
+class SizedLockstepLoader(LockstepLoader):
+    """A LockstepLoader whose number of batches is known, the same on all ranks."""
+
+    def __init__(
+        self, loader: Any, collectives: Collectives | None, before_first: Callable[[], None], length: int
+    ) -> None:
+        super().__init__(loader, collectives, before_first)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _SkipBatches(BatchSampler):
+    """Drops the first `skip` batches of indices without reading their data."""
+
+    def __init__(self, inner: Any, skip: int) -> None:
+        self.inner = inner
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, indices in enumerate(self.inner):
+            if number >= self.skip:
+                yield indices
+
+    def __len__(self) -> int:
+        return max(0, len(self.inner) - self.skip)
+
+
+def _without_first(loader: Any, skip: int) -> Any:
+    if not skip:
+        return loader
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None and type(loader) is DataLoader:
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=_SkipBatches(loader.batch_sampler, skip),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+        )
+    return _drop(loader, skip)
+
+
+def _drop(loader: Any, skip: int) -> Iterator[Any]:
+    for number, batch in enumerate(loader):
+        if number >= skip:
+            yield batch
+
+
+def _next(batches: Iterator[Any]) -> tuple[Any, bool]:
+    try:
+        return next(batches), True
+    except StopIteration:
+        return None, False

@@ -1,0 +1,94 @@
+"""Starts the process group, and says who is missing when not every rank arrives."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardlight.strategies.errors import LaunchError
+
+STORE_VARIABLE = "SHARDLIGHT_STORE"
+"""Names a file for the rendezvous of ranks on one host; a launcher that sets it needs no port."""
+_POLL_S = 0.05
+
+
+def start_process_group(
+    rank: int, world_size: int, address: str, port: int, backend: str, timeout_s: float, device: torch.device
+) -> None:
+    """Initialises torch.distributed for this rank, once all ranks have arrived.
+
+    Args:
+        address, port: of rank 0; not used when SHARDLIGHT_STORE names a file.
+        timeout_s: limit for the arrival of all ranks and for every collective afterwards.
+    Raises: LaunchError: not every rank arrived in time (names them), or this rank's number is impossible.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise LaunchError(
+                f"a process group of {dist.get_world_size()} ranks exists already, but {world_size} are configured."
+            )
+        return
+    if not 0 <= rank < world_size:
+        raise LaunchError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks are numbered 0 to {world_size - 1}."
+        )
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(rank, world_size, address, port, timeout)
+    _wait_for_all(store, rank, world_size, timeout_s)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("shardlight", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
+    path = os.environ.get(STORE_VARIABLE)
+    if path:
+        return dist.FileStore(path, world_size)
+    hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not hosted_elsewhere,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise LaunchError(
+            f"rank {rank} of {world_size} found no rank 0 at {address}:{port} within {timeout.total_seconds():g} s "
+            f"({str(error).splitlines()[0]}): start all {world_size} ranks, or correct MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = [f"arrived/{attempt}/{r}" for r in range(world_size)]
+    store.set(keys[rank], "1")
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            raise LaunchError(
+                f"{world_size - len(missing)} of {world_size} ranks arrived within {timeout_s:g} s; missing: "
+                f"{', '.join(map(str, missing))}. Start all {world_size}, or correct WORLD_SIZE."
+            )
+        time.sleep(_POLL_S)
+
+
+def end_with_parent() -> None:
+    """Lets the kernel kill this process when the one that started it dies (Linux), so that no rank outlives its job."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

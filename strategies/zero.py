@@ -1,0 +1,37 @@
+"""The strategies of the ZeRO table as Lightning strategies: each is its row.
+
+Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054).
+"""
+
+from shardlight.strategies.base import ShardedStrategy
+from shardlight.strategies.engine.plan import PLANS
+
+
+class Single(ShardedStrategy):
+    """One process; the reference that every other strategy equals."""
+
+    plan = PLANS["single"]
+
+
+class DDP(ShardedStrategy):
+    """Every rank keeps everything; gradients are averaged over ranks."""
+
+    plan = PLANS["ddp"]
+
+
+class ZeRO1(ShardedStrategy):
+    """Optimizer state is sharded over the ranks."""
+
+    plan = PLANS["zero1"]
+
+
+class ZeRO2(ShardedStrategy):
+    """Optimizer state and gradients are sharded over the ranks."""
+
+    plan = PLANS["zero2"]
+
+
+class ZeRO3(ShardedStrategy):
+    """Parameters, gradients and optimizer state are sharded over the ranks; a unit's weights are gathered for its use."""
+
+    plan = PLANS["zero3"]
