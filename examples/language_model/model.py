@@ -1,13 +1,28 @@
-"""A byte-level GPT in plain PyTorch: pre-norm blocks (Radford et al. 2019, section 2.3), nothing about strategies.
+"""A byte-level GPT in plain PyTorch: pre-norm blocks with rotary positions, nothing about strategies.
 
 Shape suffixes: B batch, T positions, D model width, H heads, K width of a head (D / H), V vocabulary.
 """
-# ruff: noqa: N803, N806 (shape suffixes)
 
 import torch
 from shardlight.framework import TrainingModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def rotate(x_BHTK: Tensor, base: float = 10_000.0) -> Tensor:
+    """Turns pairs of numbers by an angle that grows with the position (Su et al. 2021, RoFormer, equation 34).
+
+    The dot product of two such vectors depends on how far apart they are, and not on where.
+
+    Returns: (B, H, T, K).
+    """
+    half = x_BHTK.shape[-1] // 2
+    positions_T = torch.arange(x_BHTK.shape[-2], device=x_BHTK.device, dtype=torch.float32)
+    speeds_half = base ** (-torch.arange(half, device=x_BHTK.device, dtype=torch.float32) / half)
+    angles_Thalf = positions_T[:, None] * speeds_half
+    cos_Thalf, sin_Thalf = angles_Thalf.cos().to(x_BHTK.dtype), angles_Thalf.sin().to(x_BHTK.dtype)
+    first, second = x_BHTK[..., :half], x_BHTK[..., half:]
+    return torch.cat((first * cos_Thalf - second * sin_Thalf, first * sin_Thalf + second * cos_Thalf), dim=-1)
 
 
 class Attention(nn.Module):
@@ -24,7 +39,7 @@ class Attention(nn.Module):
         q_BHTK, k_BHTK, v_BHTK = (
             part_BTD.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part_BTD in self.qkv(x_BTD).chunk(3, dim=-1)
         )
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        y_BHTK = F.scaled_dot_product_attention(rotate(q_BHTK), rotate(k_BHTK), v_BHTK, is_causal=True)
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -45,35 +60,26 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer with learned positions; `tie_head` uses the token embedding as output matrix, too."""
+    """Decoder-only transformer."""
 
-    def __init__(
-        self, *, vocab_size: int, context_length: int, width: int, depth: int, heads: int, tie_head: bool
-    ) -> None:
+    def __init__(self, vocab_size: int, width: int, depth: int, heads: int) -> None:
         super().__init__()
-        self.token_embedding = nn.Embedding(vocab_size, width)
-        self.position_embedding = nn.Embedding(context_length, width)
+        self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        self.apply(self._init)
-        for block in self.blocks:  # keeps the variance of the sum over 2 * depth branches (Radford et al. 2019)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # keeps the variance of its input
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:  # the sum over all branches starts small against the embedding
             for branch_end in (block.attention.out, block.mlp[-1]):
                 nn.init.normal_(branch_end.weight, std=0.02 / (2 * depth) ** 0.5)
-        if tie_head:
-            self.head.weight = self.token_embedding.weight
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns logits (B, T, V); T is at most context_length."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_T)
+        """Returns logits (B, T, V)."""
+        x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD))
@@ -82,25 +88,9 @@ class GPT(nn.Module):
 class LanguageModel(TrainingModule):
     """Trains a GPT to predict the next byte."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 256,
-        context_length: int = 128,
-        width: int = 256,
-        depth: int = 4,
-        heads: int = 4,
-        tie_head: bool = True,
-    ) -> None:
+    def __init__(self, vocab_size: int = 256, width: int = 256, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.model = GPT(
-            vocab_size=vocab_size,
-            context_length=context_length,
-            width=width,
-            depth=depth,
-            heads=heads,
-            tie_head=tie_head,
-        )
+        self.model = GPT(vocab_size, width, depth, heads)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean loss in nats per byte of (B, T) tokens."""
