@@ -53,7 +53,7 @@ def make_run_dir(config: Config) -> Path:
 
 def save_config(config: Config, run_dir: Path) -> None:
     """Writes the resolved config as config.yaml."""
-    (run_dir / "config.yaml").write_text(dump(to_dict(config)))
+    (run_dir / "config.yaml").write_text(dump(to_dict(config)), encoding="utf-8")
 
 
 class FailureReport(Callback):

@@ -236,10 +236,10 @@ class _Building:
         named = node.value.get("name")
         if named is None:
             self.checker.fault(node, f"strategy.name is missing: one of {', '.join(STRATEGIES)}.")
-        elif named.value is not BROKEN and named.value not in STRATEGIES:
+        elif named.value is not BROKEN and named.value not in list(STRATEGIES):
             mend = suggest(str(named.value), STRATEGIES)
             self.checker.fault(named, f"strategy.name must be a strategy, got {show(named)}.{mend}")
-        return named.value if named is not None and named.value in STRATEGIES else None
+        return named.value if named is not None and named.value in list(STRATEGIES) else None
 
     def _batches(self, trainer: TrainerConfig) -> TrainerConfig:
         """Global batch = batch per rank x accumulation x ranks: checks it, or derives the accumulation."""

@@ -59,4 +59,5 @@ def scalar(value: Any) -> str:
     ambiguous = value.lower() in ("on", "off", "yes", "no", "y", "n") or re.match(r"[-+.0-9]", value) is not None
     if _PLAIN_TEXT.fullmatch(value) and not ambiguous and parse_scalar(value) == value:
         return value
-    return json.dumps(value)
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
