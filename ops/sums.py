@@ -26,7 +26,7 @@ def abs_max(flat: Tensor) -> Tensor:
     return flat.abs().max().to(torch.float64) if flat.numel() else torch.zeros((), dtype=torch.float64)
 
 
-def sum_in_rank_order(parts_RN: Tensor, out_N: Tensor) -> Tensor:  # noqa: N803
+def sum_in_rank_order(parts_RN: Tensor, out_N: Tensor) -> Tensor:
     """Writes ((parts[0] + parts[1]) + parts[2]) + ... into `out_N`; 16-bit types are added in fp32.
 
     Args:

@@ -1,7 +1,6 @@
 """Sharding strategies for Lightning's Trainer; importing this registers their names (`Trainer(strategy="zero3")`)."""
 
 from lightning.pytorch.strategies import StrategyRegistry
-
 from shardlight.strategies.base import EngineOptions, ShardedStrategy
 from shardlight.strategies.zero import DDP, Single, ZeRO1, ZeRO2, ZeRO3
 

@@ -20,9 +20,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
@@ -31,6 +28,8 @@ from shardlight.strategies.errors import CheckpointError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import end_with_parent, start_process_group
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _engines: "WeakKeyDictionary[nn.Module, Engine]" = WeakKeyDictionary()
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""

@@ -8,10 +8,9 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.errors import StrategyError
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 def count_every_sample_once(loader: Any, stage: RunningStage, world_size: int, rank: int) -> Any:

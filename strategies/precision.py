@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
-from torch.optim import Optimizer
-
 from shardlight.strategies.errors import StrategyError
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from shardlight.strategies.base import ShardedStrategy

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
 from shardlight.strategies.errors import LaunchError
 
 STORE_VARIABLE = "SHARDLIGHT_STORE"

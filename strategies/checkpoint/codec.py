@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
-from torch import Tensor
-
 from shardlight.strategies.errors import CheckpointError
+from torch import Tensor
 
 _TAG = "__kind__"
 

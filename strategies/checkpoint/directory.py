@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-
 from shardlight.strategies.errors import CheckpointError
+from torch import Tensor
 
 FORMAT = "shardlight-checkpoint"
 VERSION = 1

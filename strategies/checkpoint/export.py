@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from safetensors.torch import save_file
-
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.errors import CheckpointError
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def save(engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], path: Path) -> None:

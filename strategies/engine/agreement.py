@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable
 
 import torch
-
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.errors import CollectiveError
 

@@ -10,13 +10,12 @@ full_grad (numel,)      where gradients are replicated, or kept over the window,
 """
 
 import torch
-from torch import Tensor, nn
-
 from shardlight.ops.sums import CHUNK
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner, mark_gathered, mark_released
+from torch import Tensor, nn
 
 
 class FlatBuffer:
@@ -213,6 +212,11 @@ class FlatBuffer:
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold model state on this rank now."""
         return [t for t in (self.full, self.shard, self.local, self.grad, self.full_grad) if t is not None]
+
+    def slice(self, slot: int, flat: Tensor) -> Tensor:
+        """Returns a parameter's part of a (numel,) tensor, in its shape."""
+        s = self.layout.slots[slot]
+        return flat[s.start : s.stop].view(s.shape)
 
     def piece_of_shard(self, slot: int, flat: Tensor) -> Tensor | None:
         """Returns this rank's (n,) part of a parameter within a (shard_numel,) tensor, or None if it owns none of it."""

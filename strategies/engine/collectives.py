@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from shardlight.ops.sums import real_view, sum_in_rank_order
 from shardlight.strategies.errors import CollectiveError
+from torch import Tensor
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only the old one.
 all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,12 +7,11 @@ every rank, so that all strategies at any world size get the same bits from the 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from shardlight.ops.sums import CHUNK, abs_max, square_sums
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.errors import StrategyError
+from torch import Tensor
 
 
 def global_norm(

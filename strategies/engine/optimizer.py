@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
-
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.errors import StrategyError
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
 _WHY_NOT = {
     LBFGS: "it evaluates the loss several times per step and needs all gradients in one place",

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardlight.strategies.errors import StrategyError
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
-
-from shardlight.strategies.errors import StrategyError
 
 OWN_UNIT_NUMEL = 1 << 16
 """A module outside the blocks with at least this many parameters of its own (embedding, head) is a unit of its own."""

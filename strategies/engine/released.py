@@ -13,15 +13,77 @@ import torch
 from torch import Tensor, nn
 
 _PROPERTIES = frozenset(
-    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_mps is_meta is_sparse "
-    "is_quantized is_nested itemsize nbytes names retains_grad output_nr _version _backward_hooks name "
-    "_post_accumulate_grad_hooks is_xpu is_mkldnn is_vulkan is_ipu is_xla is_maia is_mtia is_sparse_csr".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_mps",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+        "names",
+        "retains_grad",
+        "output_nr",
+        "_version",
+        "_backward_hooks",
+        "name",
+        "_post_accumulate_grad_hooks",
+        "is_xpu",
+        "is_mkldnn",
+        "is_vulkan",
+        "is_ipu",
+        "is_xla",
+        "is_maia",
+        "is_mtia",
+        "is_sparse_csr",
+    ]
 )
 _METHODS = frozenset(
-    "size numel nelement dim ndimension element_size is_floating_point is_complex is_signed get_device requires_grad_ "
-    "register_hook register_post_accumulate_grad_hook retain_grad has_names is_same_size __hash__ __len__ "
-    "is_pinned is_shared empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones "
-    "new_full new_tensor _is_view".split()
+    [
+        "size",
+        "numel",
+        "nelement",
+        "dim",
+        "ndimension",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "has_names",
+        "is_same_size",
+        "__hash__",
+        "__len__",
+        "is_pinned",
+        "is_shared",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+        "_is_view",
+    ]
 )
 
 

@@ -1,9 +1,8 @@
 """State that every rank keeps whole: module buffers and parameters that are not floating point."""
 
 import torch
-from torch import Tensor, nn
-
 from shardlight.strategies.engine.collectives import Collectives
+from torch import Tensor, nn
 
 
 class Replicas:

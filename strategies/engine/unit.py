@@ -3,10 +3,9 @@
 import time
 
 import torch
-from torch import Tensor, nn
-
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.errors import StrategyError
+from torch import Tensor, nn
 
 
 class SavedWeight:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
 from shardlight.strategies.errors import GradientError
+from torch import Tensor
 
 _LATE = (
     "{what} after the gradients of this step were reduced: run every backward of a step before its gradients are read, "

@@ -1,0 +1,205 @@
+"""Gradients on their way: from autograd into flat buffers, over the ranks, and to the means that a step uses."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from shardlight.strategies.engine.agreement import Agreement
+from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.replicas import Replicas
+from shardlight.strategies.engine.unit import Unit
+from shardlight.strategies.engine.units import UnitTable
+from shardlight.strategies.engine.weights import Weights
+from shardlight.strategies.engine.window import Window
+from shardlight.strategies.errors import GradientError, StrategyError
+from torch import Tensor, nn
+
+REDUCE = 1
+"""Code of the need to reduce unit i: 2 * i + REDUCE."""
+
+
+class Gradients:
+    """Runs backward, and owns the accumulation window."""
+
+    def __init__(self, table: UnitTable, weights: Weights, replicas: Replicas, agreement: Agreement) -> None:
+        self.table = table
+        self.window = Window()
+        self.handles: list[Any] = []
+        self._weights = weights
+        self._replicas = replicas
+        self._agreement = agreement
+        self._hook_gradients()
+
+    def _hook_gradients(self) -> None:
+        for unit in self.table.units:
+            for buffer in unit.buffers:
+                for slot, parameter in enumerate(buffer.params):
+                    frozen = not parameter.requires_grad
+                    # Also frozen ones: they may be set free later, and a hook needs requires_grad when it is made.
+                    parameter.requires_grad_(True)
+                    hook = self._gradient_hook(unit, buffer, slot)
+                    self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    parameter.requires_grad_(not frozen)
+
+    def _gradient_hook(self, unit: Unit, buffer: FlatBuffer, slot: int) -> Callable[[Tensor], None]:
+        number = self.table.number[buffer.params[slot]]
+        name = buffer.layout.slots[slot].name
+
+        def arrived(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                return
+            self.window.arrive(number, name)
+            with torch.no_grad():
+                buffer.add_gradient(slot, gradient)
+            unit.fired.add(parameter)
+            if len(unit.fired) >= unit.expected:
+                unit.fired.clear()
+                if self.table.reduce == "micro_batch":
+                    self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
+                if self.table.plan.shard_parameters:
+                    unit.release()
+
+        return arrived
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduces a unit's local gradients. Collective."""
+        # Ranks for which the unit is not complete take part with zeros: sums are linear, theirs follow.
+        complete = not unit.fired
+        for buffer in unit.buffers:
+            if buffer.trainable():
+                if complete:
+                    self._count(buffer)
+                buffer.reduce(complete)
+
+    def _count(self, buffer: FlatBuffer) -> None:
+        for slot in buffer.touched:
+            number = self.table.number[buffer.params[slot]]
+            self.window.counted[number] = self.window.arrived[number]
+
+    def backward(
+        self, loss: Tensor, weight: float | None = None, factor: float | None = 1.0, run: Callable | None = None
+    ) -> None:
+        """Runs backward for one micro-batch.
+
+        Args:
+            loss: 0-dim, the local mean, divided by `factor` already.
+            weight: weight behind the mean (number of tokens); None: every micro-batch counts the same.
+            factor: None: the window's gradient is the sum over micro-batches, not their mean.
+            run: called with the loss to backpropagate; default: its `backward` method.
+        Raises: GradientError: see Window.
+        """
+        if self.window.stepped:
+            self.open_window()
+        self.window.add_loss(loss.detach() * (factor or 1.0), weight, factor)
+        with self.running_backward():
+            scaled = loss if weight is None else loss * weight
+            (run or Tensor.backward)(scaled)
+
+    @contextmanager
+    def running_backward(self) -> Iterator[None]:
+        """Around a backward: afterwards every gradient that arrived is reduced or kept, and no unit is gathered."""
+        self.table.refresh()
+        with self._weights.forward():
+            yield
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        for unit in self.table.units:
+            unit.fired.clear()
+        for unit in reversed(self.table.units):
+            if self.table.reduce == "micro_batch" and any(b.touched for b in unit.buffers):
+                self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
+        if self.table.reduce == "micro_batch" or self.table.plan.shard_parameters:
+            self._agreement.meet("end of backward")
+
+    def open_window(self) -> None:
+        """Starts a new accumulation window; gradients of the last are dropped."""
+        self.window = Window()
+        for unit in self.table.units:
+            unit.fired.clear()
+        for buffer in self.table.buffers:
+            buffer.clear_gradients()
+        for parameter in self.table.parameters:
+            parameter.grad = None
+
+    def close_window(self) -> None:
+        """Makes the gradients of the window final: reduced over ranks, and means. Collective; does nothing twice.
+
+        Raises: GradientError: a contribution was lost.
+        """
+        if self.window.closed:
+            return
+        self._agreement.meet("end of the accumulation window")
+        row = self.window.row(len(self.table.parameters), float(self._replicas.changed())).to(
+            self.table.collectives.device
+        )
+        buffers_changed = self.window.close(
+            self.table.collectives.gather_small(row, "end of the accumulation window").cpu()
+        )
+        scale = self.window.factor / self.window.total_weight if self.window.total_weight else 0.0
+        with torch.no_grad():
+            first = 0
+            for buffer in self.table.buffers:
+                used = any(self.window.used[first : first + len(buffer.params)])
+                first += len(buffer.params)
+                if not used:
+                    continue
+                if self.table.reduce == "window":
+                    self._count(buffer)
+                    buffer.reduce(True)
+                buffer.finish(scale)
+            self.window.check_complete(self.table.names)
+            self._show_gradients()
+            if buffers_changed:
+                self._replicas.synchronise()
+
+    def _show_gradients(self) -> None:
+        for number, parameter in enumerate(self.table.parameters):
+            if parameter.grad is not None:
+                raise GradientError(
+                    f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of {self.table.plan.name} come "
+                    "from `backward` alone; change them in on_before_optimizer_step."
+                )
+        if not self.table.plan.shard_optimizer:
+            for _, buffer, slot, parameter in self._used():
+                assert buffer.full_grad is not None
+                parameter.grad = buffer.slice(slot, buffer.full_grad)
+
+    def _used(self) -> Iterable[tuple[Unit, FlatBuffer, int, nn.Parameter]]:
+        for number, parameter in enumerate(self.table.parameters):
+            if self.window.used[number]:
+                yield *self.table.place[parameter], parameter
+
+    def show_full_gradients(self) -> None:
+        """Gives every parameter its full mean gradient as `grad`, where parameters are replicated. Collective."""
+        if self.table.plan.shard_parameters or not self.table.plan.shard_optimizer or self.table.plan.shard_gradients:
+            return
+        with torch.no_grad():
+            for buffer in self.table.buffers:
+                if buffer.reduced:
+                    buffer.gather_gradients()
+            for _, buffer, slot, parameter in self._used():
+                assert buffer.full_grad is not None
+                parameter.grad = buffer.slice(slot, buffer.full_grad)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns the full mean gradient of the closed window, None if no rank had one. Collective.
+
+        Raises: StrategyError: the gradients are not final yet, or the parameter is not one of the model's.
+        """
+        if parameter not in self.table.place:
+            raise StrategyError("gradient: the tensor is not a parameter of the model that this strategy trains.")
+        if not self.window.closed:
+            raise StrategyError("gradient: gradients are final from on_after_backward of a stepping batch to its step.")
+        if not self.window.used[self.table.number[parameter]]:
+            return None
+        _, buffer, slot = self.table.place[parameter]
+        s = buffer.layout.slots[slot]
+        self._agreement.meet(f"gradient of {s.name}")
+        with torch.no_grad():
+            full = buffer.full_grad if not self.table.plan.shard_optimizer else buffer.gather_gradients()
+            assert full is not None
+            return buffer.slice(slot, full).clone()

@@ -1,0 +1,50 @@
+"""All units of a model and where each parameter lies: what the parts of the engine share."""
+
+from collections.abc import Sequence
+
+import torch
+from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.partition import UnitSpec, find_units
+from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.engine.released import Owner
+from shardlight.strategies.engine.unit import Unit
+from torch import nn
+
+
+class UnitTable:
+    """The units, buffers and parameters of one model, in one order that is the same on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StatePlan,
+        reduce: Reduce,
+        unit_classes: Sequence[str],
+        collectives: Collectives,
+        owner: Owner,
+    ) -> None:
+        self.plan = plan
+        self.reduce: Reduce = reduce
+        self.collectives = collectives
+        self.specs: list[UnitSpec] = find_units(model, unit_classes)
+        self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
+        self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
+        self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
+        self.names: list[str] = [s.name for b in self.buffers for s in b.layout.slots]
+        self.number: dict[nn.Parameter, int] = {p: i for i, p in enumerate(self.parameters)}
+        self.place: dict[nn.Parameter, tuple[Unit, FlatBuffer, int]] = {
+            p: (u, b, slot) for u in self.units for b in u.buffers for slot, p in enumerate(b.params)
+        }
+
+    def _make_unit(self, index: int, spec: UnitSpec, owner: Owner) -> Unit:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in spec.params:
+            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        buffers = [FlatBuffer(spec.name, p, self.plan, self.reduce, self.collectives, owner) for p in kinds.values()]
+        return Unit(index, spec.name, spec.keep, buffers)
+
+    def refresh(self) -> None:
+        """Takes note of which parameters are trainable now."""
+        for unit in self.units:
+            unit.refresh()

@@ -1,0 +1,162 @@
+"""When a unit's weights are gathered and released: around its modules' forward, and when autograd asks for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from shardlight.strategies.engine.agreement import Agreement
+from shardlight.strategies.engine.partition import UnitSpec
+from shardlight.strategies.engine.unit import SavedWeight, Unit
+from shardlight.strategies.engine.units import UnitTable
+from shardlight.strategies.errors import GradientError, StrategyError
+from torch import Tensor, nn
+
+GATHER = 0
+"""Code of the need to gather unit i: 2 * i + GATHER."""
+
+
+class Weights:
+    """Gathers and releases the units of a table. Where parameters are replicated there is nothing to do."""
+
+    def __init__(self, model: nn.Module, table: UnitTable, agreement: Agreement) -> None:
+        self.model = model
+        self.table = table
+        self._agreement = agreement
+        self.running = 0
+        """How many `forward` contexts are open; weights can be gathered on use while > 0."""
+        self.handles: list[Any] = []
+        self._unit_of_storage: dict[int, Unit] = {
+            b.full.untyped_storage()._cdata: u for u in table.units for b in u.buffers
+        }
+        if table.plan.shard_parameters:
+            for unit, spec in zip(table.units, table.specs, strict=True):
+                self._hook_forward(unit, spec)
+                unit.release()
+
+    def _hook_forward(self, unit: Unit, spec: UnitSpec) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            if not self.running:
+                return
+            unit.depth += 1
+            self.gather(unit)
+            if torch.is_grad_enabled() and not _in_backward() and not unit.expected:
+                for tensor in _tensors(args):
+                    if tensor.requires_grad:
+                        # No gradient of its own tells when a frozen unit's backward is over: its inputs' does.
+                        tensor.register_hook(lambda _: unit.release())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            unit.depth = max(0, unit.depth - 1)
+            # In backward this is a recomputation: the unit is needed until its gradients have arrived.
+            if self.running and not unit.keep and not _in_backward():
+                unit.release()
+
+        for root in spec.roots:
+            self.handles.append(root.register_forward_pre_hook(before, prepend=True))
+            self.handles.append(root.register_forward_hook(after))
+
+    def on_use(self, parameter: nn.Parameter, operation: str) -> None:
+        """Called when a released parameter's values are used; see [Note: released parameters].
+
+        Raises: StrategyError: no step is running.
+        """
+        unit, buffer, slot = self.table.place[parameter]
+        if not self.running:
+            raise StrategyError(
+                f"'{buffer.layout.slots[slot].name}' is sharded ({self.table.plan.name}) and its values were used outside a "
+                f"training or evaluation step, by '{operation}': do this under `with strategy.gathered(module):`, on "
+                "every rank."
+            )
+        self.gather(unit)
+
+    def gather(self, unit: Unit) -> None:
+        if not unit.gathered:
+            self._agreement.need(2 * unit.index + GATHER, f"gather {unit.name}")
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+            unit = (
+                self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            )
+            return (tensor, tensor._version) if unit is None else SavedWeight(unit, tensor)
+        return tensor, None
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, SavedWeight):
+            tensor, version = packed.tensor, packed.version
+            self.gather(packed.unit)
+        else:
+            tensor, version = packed
+        # With hooks autograd leaves this check to us.
+        if version is not None and tensor._version != version:
+            raise GradientError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after forward "
+                f"(version {tensor._version}, expected {version}). Run backward before the step, or clone it first."
+            )
+        return tensor
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around every use of the model: weights are gathered as they are used, and released at the end."""
+        save = self.table.plan.shard_parameters and torch.is_grad_enabled()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
+        if not self.running:
+            self.table.refresh()
+        self.running += 1
+        failed = True
+        try:
+            with hooks:
+                yield
+            failed = False
+        finally:
+            self.running -= 1
+            self._release_all(force=not failed)
+
+    def _release_all(self, force: bool) -> None:
+        if not self.table.plan.shard_parameters:
+            return
+        for unit in self.table.units:
+            if self.running == 0:
+                unit.depth = 0
+            unit.release(force and self.running == 0)
+
+    @contextmanager
+    def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Full weights of `module` (default: the whole model) on every rank, inside the context. Collective.
+
+        Changes made to them inside, the same on every rank, are kept.
+        """
+        self._agreement.meet("gathered")
+        wanted = {id(p) for p in (module or self.model).parameters()}
+        units = [u for u in self.table.units if any(id(p) in wanted for b in u.buffers for p in b.params)]
+        with torch.no_grad():
+            for unit in units:
+                unit.pinned += 1
+                if not unit.gathered:
+                    unit.gather()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit in units:
+                    unit.pinned -= 1
+                    if self.table.plan.shard_parameters:
+                        unit.write_back()
+                        unit.release(force=self.running == 0)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    stack = [args]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            stack.extend(item.values())
