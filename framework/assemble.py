@@ -1,6 +1,5 @@
 """From a checked config to a Lightning Trainer with everything in it, and the run itself on this rank."""
 
-import dataclasses
 import logging
 import os
 import warnings
@@ -19,7 +18,6 @@ from shardlight.framework.report import write_report
 from shardlight.framework.schema import CheckpointConfig, Config
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
-from shardlight.strategies import STRATEGIES
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
@@ -28,7 +26,10 @@ def quiet() -> None:
     """Keeps notices of the libraries that a user can do nothing about off the screen; warnings of theirs stay."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (r".*isinstance\(treespec, LeafSpec\)", r"torch\.distributed\.nn\.functional\.all_gather"):
+    # Of each run we know: it has a folder of its own, and only a fit has the callbacks of a fit.
+    messages = (r"The dirpath has changed", r"Be aware that when using `ckpt_path`")
+    messages += (r".*isinstance\(treespec, LeafSpec\)", r"torch\.distributed\.nn\.functional\.all_gather")
+    for message in messages:
         warnings.filterwarnings("ignore", message=message)
 
 
@@ -145,8 +146,6 @@ def build_trainer(
         dry_run: stop before the first step, and write nothing.
         started: time.time() when the command started; now where None.
     """
-    options: Any = config.strategy.options
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     trainer = config.trainer
     passed = ("accelerator", "devices", "num_nodes", "precision", "accumulate_grad_batches", "gradient_clip_val")
     passed += ("gradient_clip_algorithm", "val_check_interval", "check_val_every_n_epoch", "limit_train_batches")
@@ -156,7 +155,7 @@ def build_trainer(
     return Trainer(
         **{name: getattr(trainer, name) for name in passed},
         max_steps=-1 if trainer.max_steps is None else trainer.max_steps,
-        strategy=STRATEGIES[config.strategy.name](**given),
+        strategy=config.strategy.build(),
         plugins=[TorchElasticEnvironment()] if launched else None,
         callbacks=build_callbacks(config, verb, run_dir, dry_run=dry_run, started=started),
         logger=TensorBoardLogger(run_dir, name="tensorboard", version="") if logs else False,

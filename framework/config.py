@@ -16,6 +16,7 @@ from shardlight.framework.resolve import interpolate, load_tree, named_strategy
 from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
 from shardlight.framework.source import BROKEN, Node, from_python
 from shardlight.strategies import STRATEGIES
+from shardlight.strategies.errors import ShardlightError
 
 SYNONYMS = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
@@ -225,7 +226,15 @@ class _Building:
             others = ", ".join(other for other in STRATEGIES if other != "single")
             text = f"strategy single runs in one process, but {product}. Choose {others}, or set both to 1."
             self.checker.fault(node.value["name"], text)
-        return None if made is BAD else StrategyConfig(name=name, options=made)
+        return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
+
+    def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:
+        """Makes the strategy once, to hear what it thinks of the values of its options."""
+        try:
+            config.build()
+        except ShardlightError as error:
+            self.checker.fault(node, f"strategy: {error}")
+        return config
 
     def _strategy_name(self, node: Node) -> str | None:
         if node.value is BROKEN:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shardlight.framework.classes import ClassConfig
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.strategies import STRATEGIES, ShardedStrategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class StrategyConfig:
     """single (one process), ddp, zero1, zero2 or zero3."""
     options: Any
     """The strategy's own options: an instance of its Options dataclass."""
+
+    def build(self) -> ShardedStrategy:
+        """Makes the strategy for a Trainer."""
+        given = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
+        return STRATEGIES[self.name](**given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -217,6 +217,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy=3", "strategy must be a name or a mapping, got 3 (number)."),
         ("strategy.name=[1]",
          "strategy.name must be a strategy, got a list. Choose from: ddp, single, zero1, zero2, zero3."),
+        ("strategy={name: zero2, timeout_s: -1}", "strategy: timeout_s=-1.0 must be above 0 seconds."),
         ("trainer.precision=bf16-mixed", "trainer.precision must be one of 32-true, 64-true; got 'bf16-mixed' (text)."),
         ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true; got 32 (number)."),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0."),
