@@ -1,37 +1,28 @@
 """ShardedStrategy: the one place that speaks Lightning's Strategy contract; everything it does is the engine's."""
 
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import Reduce, StatePlan
-from shardlight.strategies.errors import CheckpointError, StrategyError
+from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.precision import sharded_precision
-from shardlight.strategies.process_group import end_with_parent, start_process_group
+from shardlight.strategies.saving import Saving
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_engines: "WeakKeyDictionary[nn.Module, Engine]" = WeakKeyDictionary()
+_engines: "WeakKeyDictionary[nn.Module, ReferenceType[Engine]]" = WeakKeyDictionary()
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
 
 
@@ -40,8 +31,8 @@ class EngineOptions:
     """Options of every strategy of the ZeRO table."""
 
     reduce: Reduce | None = None
-    """When gradients are reduced: `micro_batch` (less memory) or `window` (fewer bytes sent, the full gradients are kept
-    over the accumulation window). Unset: `window` for single, ddp and zero1, `micro_batch` for zero2 and zero3."""
+    """When gradients are reduced: `micro_batch` (less memory) or `window` (fewer bytes sent; keeps the full gradients
+    over the window). Unset: `window` for single, ddp and zero1, `micro_batch` for zero2 and zero3."""
 
     units: tuple[str, ...] = ()
     """Class names of modules that are gathered and reduced as one unit each. Empty: the blocks of the model's repeated
@@ -51,7 +42,7 @@ class EngineOptions:
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
 
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(Saving):
     """Base of the strategies in zero.py; each is a row of the ZeRO table.
 
     Raises: StrategyError: an option's value is impossible.
@@ -71,6 +62,7 @@ class ShardedStrategy(DDPStrategy):
             raise StrategyError(f"units={units!r} must be a list of class names.")
         super().__init__()
         self.options = self.Options(reduce=reduce, units=tuple(units), timeout_s=float(timeout_s))
+        self.timeout_s = self.options.timeout_s
         self.skipped_steps = 0
         """Windows without any weight (no valid token), in which nothing was updated."""
         self._engine: Engine | None = None
@@ -98,8 +90,8 @@ class ShardedStrategy(DDPStrategy):
         value = float(weight)
         if self._weight is not None and self._weight != value:
             raise StrategyError(
-                f"one training_step weighs its loss twice, with {self._weight:g} and {value:g}: add the sums up and call "
-                "`weighted` once."
+                f"one training_step weighs its loss twice, with {self._weight:g} and {value:g}: add the sums up and "
+                "call `weighted` once."
             )
         self._weight = value
 
@@ -156,26 +148,6 @@ class ShardedStrategy(DDPStrategy):
             )
         super()._configure_launcher()
 
-    def setup_distributed(self) -> None:
-        """Starts the process group when there is more than one rank. Raises: LaunchError."""
-        reset_seed()
-        self.set_world_ranks()
-        environment = self.cluster_environment
-        assert isinstance(environment, ClusterEnvironment)
-        if isinstance(environment, LightningEnvironment) and self.local_rank:
-            end_with_parent()
-        self._process_group_backend = self._get_process_group_backend()
-        if self.world_size > 1:
-            start_process_group(
-                self.global_rank,
-                self.world_size,
-                environment.main_address,
-                environment.main_port,
-                self._process_group_backend,
-                self.options.timeout_s,
-                self.root_device,
-            )
-
     @property
     def precision_plugin(self) -> Precision:
         """The Trainer's plugin, with clipping over shards."""
@@ -200,8 +172,9 @@ class ShardedStrategy(DDPStrategy):
         module = self.lightning_module
         self._refuse(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if _engines.get(module) is not self._engine and module in _engines:
-            _engines[module].detach()
+        holder = _engines[module]() if module in _engines else None
+        if holder is not None and holder is not self._engine:
+            holder.detach()
         if self._engine is None or self._engine.model is not module:
             self._engine = None
             self.model = self.precision_plugin.convert_module(module)
@@ -210,7 +183,7 @@ class ShardedStrategy(DDPStrategy):
                 self.setup_optimizers(trainer)
             group = dist.new_group(backend=self._process_group_backend) if self.world_size > 1 else None
             self._engine = Engine(module, self.plan, group, self.options.reduce, self.options.units)
-            _engines[module] = self._engine
+            _engines[module] = ref(self._engine)
         elif fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -225,7 +198,7 @@ class ShardedStrategy(DDPStrategy):
             raise StrategyError("sync_batchnorm=True needs CUDA devices: PyTorch's SyncBatchNorm refuses CPU tensors.")
         if self._checkpoint_io is not None:
             raise StrategyError(
-                f"{type(self._checkpoint_io).__name__} is not used by {self.plan.name}, which writes checkpoint folders of "
+                f"{type(self._checkpoint_io).__name__} is not used by {self.plan.name}, which writes folders of "
                 "its own: leave the checkpoint plugin out."
             )
 
@@ -255,7 +228,7 @@ class ShardedStrategy(DDPStrategy):
         def run(scaled: Tensor) -> None:
             self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs)
 
-        # Lightning has divided the loss by the full accumulation factor, also in a short window; manual losses it leaves.
+        # Lightning has divided the loss by the full accumulation factor, also in a short window, but not a manual one.
         factor = float(module.trainer.accumulate_grad_batches) if automatic else None
         self.engine.backward(loss, self._weight, factor, run)
         if automatic and not self._blocked:
@@ -342,107 +315,6 @@ class ShardedStrategy(DDPStrategy):
             self._restore_random()
             self._restore_random = None
 
-    # --- talking to other ranks
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a logged value over the data-parallel ranks, after all agreed that they reduce the same one.
-
-        Raises: CollectiveError: ranks reduce different values; names them.
-        """
-        if (
-            self._engine is None
-            or self.world_size == 1
-            or not isinstance(tensor, Tensor)
-            or group not in (None, dist.group.WORLD)
-        ):
-            return (
-                super().reduce(tensor, group, reduce_op)
-                if isinstance(tensor, Tensor) and self.world_size > 1
-                else tensor
-            )
-        self.engine.agreement.meet(_name_of_logged_value())
-        rows = self.engine.collectives.gather_small(tensor.detach().reshape(-1).contiguous(), "reduce a logged value")
-        op = str(reduce_op).lower().rsplit(".", 1)[-1]
-        if op in ("mean", "avg"):
-            result = (rows if rows.is_floating_point() else rows.double()).mean(dim=0)
-        elif op in ("sum", "max", "min"):
-            result = rows.sum(dim=0) if op == "sum" else getattr(rows, f"a{op}")(dim=0)
-        else:
-            return super().reduce(tensor, group, reduce_op)
-        return result.view(tensor.shape)
-
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; ranks at different barriers get an error."""
-        if self._engine is not None:
-            self.engine.agreement.meet(f"barrier {name or ''}".strip())
-        else:
-            super().barrier(name, *args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns rank `src`'s object on all ranks."""
-        if self._engine is not None:
-            self.engine.agreement.meet("broadcast")
-            return self.engine.collectives.gather_objects(obj if self.global_rank == src else None, "broadcast")[src]
-        return super().broadcast(obj, src)
-
-    # --- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state dict; sharded parameters are in it as themselves, not as values."""
-        return _plain_state(self.lightning_module)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns a marker: optimizer state goes from each rank straight into its file."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint folder. Collective.
-
-        Raises: CheckpointError: something cannot be written; CollectiveError: not all ranks make the call.
-        """
-        if storage_options is not None:
-            raise CheckpointError(
-                f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
-            )
-        trainer_state.save(
-            self.engine, [_inner(o) for o in self.optimizers], checkpoint, Path(os.fspath(filepath)).absolute()
-        )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.
-
-        Raises: CheckpointError: not a complete checkpoint folder.
-        """
-        self._reader = CheckpointReader(checkpoint_path)
-        checkpoint = trainer_state.load_trainer(self._reader)
-        aliases = self._reader.content.get("aliases", {})
-        checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
-        if self._reader.content.get("optimizers") is not None:
-            checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Reads this rank's pieces of the weights. Names dropped by `on_load_checkpoint` stay as they are."""
-        assert self._reader is not None
-        state = _plain_state(self.lightning_module)
-        trainer_state.load_model(self.engine, self._reader, state, list(checkpoint["state_dict"]), strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Reads this rank's part of each optimizer's state, and takes up its random state."""
-        assert self._reader is not None
-        for index, optimizer in enumerate(self.optimizers):
-            trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
-        self._restore_random = trainer_state.load_random_state(self._reader, self.global_rank)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint folder (rank 0)."""
-        if self.is_global_zero:
-            path = Path(os.fspath(filepath))
-            if path.is_symlink() or path.is_file():
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
     # --- the end
 
     def on_exception(self, exception: BaseException) -> None:
@@ -455,15 +327,6 @@ class ShardedStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _plain_state(module: nn.Module | None) -> dict[str, Any]:
-    assert module is not None
-    return module.state_dict(keep_vars=True)
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _has_length(loader: Any) -> bool:
@@ -491,16 +354,3 @@ def _stage_of_loader() -> RunningStage:
     stage = frame.f_locals.get("stage")
     assert isinstance(stage, RunningStage), "process_dataloader is called by Lightning's _process_dataloader alone"
     return stage
-
-
-def _name_of_logged_value() -> str:
-    """Finds what `self.log` calls the value that is being reduced: the strategy is not told."""
-    frame = sys._getframe(2)
-    for _ in range(6):
-        if frame is None:
-            break
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, _ResultMetric):
-            return f"log '{owner.meta.name}' in {owner.meta.fx}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "reduce"

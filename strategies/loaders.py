@@ -24,8 +24,8 @@ def count_every_sample_once(loader: Any, stage: RunningStage, world_size: int, r
     total = len(sampler.dataset)
     if 0 < total < world_size:
         raise StrategyError(
-            f"the {stage.dataloader_prefix} set has {total} samples for {world_size} ranks: every rank needs at least one. "
-            "Evaluate with fewer devices."
+            f"the {stage.dataloader_prefix} set has {total} samples for {world_size} ranks: every rank needs at least "
+            "one. Evaluate with fewer devices."
         )
     each_once = UnrepeatedDistributedSampler(
         sampler.dataset, num_replicas=world_size, rank=rank, shuffle=sampler.shuffle, seed=sampler.seed
@@ -40,8 +40,8 @@ class LockstepLoader:
 
     Args:
         loader: this rank's loader.
-        collectives: None, or where ranks agree before each batch that all have one. Needed when their numbers of batches
-            differ or are unknown; training then stops at the shortest.
+        collectives: None, or where ranks agree before each batch that all have one. Needed when their numbers of
+            batches differ or are unknown; training then stops at the shortest.
         before_first: called when the first batch is about to be read, after the position has been restored.
     """
 
@@ -80,8 +80,8 @@ class LockstepLoader:
         if any(have) and not all(have):
             ended = [r for r, h in enumerate(have) if not h]
             rank_zero_warn(
-                f"the training data of rank {', '.join(map(str, ended))} ended after {self._position} batches while other "
-                "ranks have more: the epoch ends here on all ranks (at the shortest)."
+                f"the training data of rank {', '.join(map(str, ended))} ended after {self._position} batches while "
+                "other ranks have more: the epoch ends here on all ranks (at the shortest)."
             )
         return all(have)
 

@@ -32,7 +32,8 @@ def sharded_precision(plugin: Precision, strategy: "ShardedStrategy") -> Precisi
     kind = type(plugin)
     if kind not in (Precision, DoublePrecision) and not isinstance(plugin, ShardedPrecision):
         raise StrategyError(
-            f"trainer.precision={plugin.precision!r} is not available under {strategy.plan.name}: use '32-true' or '64-true'."
+            f"trainer.precision={plugin.precision!r} is not available under {strategy.plan.name}: "
+            "use '32-true' or '64-true'."
         )
     if not isinstance(plugin, ShardedPrecision):
         plugin.__class__ = type(f"Sharded{kind.__name__}", (ShardedPrecision, kind), {})

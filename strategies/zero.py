@@ -32,6 +32,6 @@ class ZeRO2(ShardedStrategy):
 
 
 class ZeRO3(ShardedStrategy):
-    """Parameters, gradients and optimizer state are sharded over the ranks; a unit's weights are gathered for its use."""
+    """Parameters, gradients and optimizer state are sharded; a unit's weights are gathered when it is used."""
 
     plan = PLANS["zero3"]

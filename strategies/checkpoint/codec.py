@@ -49,8 +49,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, where, tensors)
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written as plain data: return "
-        "numbers, text, lists, dicts and tensors from state_dict / on_save_checkpoint / save_hyperparameters."
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written as plain data: "
+        "return numbers, text, lists, dicts and tensors from state_dict / on_save_checkpoint / save_hyperparameters."
     )
 
 

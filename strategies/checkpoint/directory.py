@@ -65,7 +65,7 @@ class RankWriter:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor, shape: Iterable[int] | None = None, start: int = 0) -> None:
-        """Adds a whole tensor, or (with `shape`) a 1-dim range that starts at element `start` of a tensor of that shape."""
+        """Adds a whole tensor, or (with `shape`) the 1-dim range of a tensor of that shape that starts at `start`."""
         full = tuple(tensor.shape if shape is None else shape)
         key = name if shape is None else f"{name}[{start}:{start + tensor.numel()}]"
         # A copy: views into shared storages cannot be written.

@@ -1,9 +1,10 @@
 """One flat buffer: the parameters of one dtype of a unit, this rank's shard of them, and their gradients.
 
 [Note: tensors of a buffer]
-full    (numel,)        the parameters laid end to end; they are views of it. Sharded parameters: its storage is emptied
-                        between uses (`resize_(0)`) and refilled in place, never replaced, because autograd saves views.
-shard   (shard_numel,)  this rank's part: a view of `full` where parameters are replicated, a tensor of its own otherwise.
+full    (numel,)        the parameters laid end to end; they are views of it. Sharded parameters: its storage is
+                        emptied between uses (`resize_(0)`) and refilled in place, never replaced, because autograd
+                        saves views.
+shard   (shard_numel,)  this rank's part: a view of `full` where parameters are replicated, a tensor of its own else.
 local   (numel,)        this rank's gradients since they were last reduced; a sum over micro-batches.
 grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ranks until `finish` scales it.
 full_grad (numel,)      where gradients are replicated, or kept over the window, `grad` is its slice; else None.
@@ -178,7 +179,7 @@ class FlatBuffer:
                 local[s.start : s.stop].zero_()
 
     def finish(self, scale: float) -> None:
-        """Ends the window: sums become means; where gradients are replicated every rank gets all of them. Collective."""
+        """Ends the window: sums become means; replicated gradients come to every rank. Collective."""
         assert self.grad is not None
         if scale != 1.0:
             self.grad *= scale
@@ -219,6 +220,6 @@ class FlatBuffer:
         return flat[s.start : s.stop].view(s.shape)
 
     def piece_of_shard(self, slot: int, flat: Tensor) -> Tensor | None:
-        """Returns this rank's (n,) part of a parameter within a (shard_numel,) tensor, or None if it owns none of it."""
+        """Returns this rank's (n,) part of a parameter in a (shard_numel,) tensor, None if it owns nothing of it."""
         piece = self.pieces.get(slot)
         return None if piece is None else flat[piece.offset : piece.offset + piece.stop - piece.start]

@@ -114,7 +114,7 @@ class Engine:
         if not factor >= 1.0:
             with torch.no_grad():
                 for gradient in self._local_gradients(optimizer):
-                    gradient *= factor
+                    gradient.mul_(factor)
         return total
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:

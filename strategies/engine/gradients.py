@@ -160,8 +160,8 @@ class Gradients:
         for number, parameter in enumerate(self.table.parameters):
             if parameter.grad is not None:
                 raise GradientError(
-                    f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of {self.table.plan.name} come "
-                    "from `backward` alone; change them in on_before_optimizer_step."
+                    f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of "
+                    f"{self.table.plan.name} come from `backward` alone; change them in on_before_optimizer_step."
                 )
         if not self.table.plan.shard_optimizer:
             for _, buffer, slot, parameter in self._used():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGN = 16
-"""Elements to which the start of every parameter is aligned (64 bytes in fp32), so that kernels see the same alignment."""
+"""Every parameter starts at a multiple of this many elements (64 bytes in fp32), so that kernels see one alignment."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """Yields what `rank` owns of each parameter, in the order of the buffer; parameters it has no part of are left out."""
+        """Yields what `rank` owns of each parameter, in the order of the buffer; leaves out what it has no part of."""
         low, high = self.shard_range(rank)
         for index, slot in enumerate(self.slots):
             start, stop = max(low, slot.start), min(high, slot.stop)

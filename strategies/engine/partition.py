@@ -25,7 +25,7 @@ class UnitSpec:
 
 
 def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSpec]:
-    """Returns the units of `model` in the order of its parameters; every floating or complex parameter is in exactly one.
+    """Returns the units of `model` in the order of its parameters; every floating or complex parameter is in one.
 
     By default each block of every outermost list of like modules (ModuleList or Sequential with two or more children of
     one class) is a unit; so is each large module outside of them; the small rest forms one. Integer and bool

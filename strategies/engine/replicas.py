@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Replicas:
-    """Keeps module buffers equal on all ranks: rank 0's are everyone's, at the start and after each step that changed any.
+    """Keeps module buffers equal on all ranks: rank 0's count, at the start and after each step that changed any.
 
     During a step each rank's own batch moves its buffers (BatchNorm statistics); as with DDP, rank 0's values are the
     ones that count.

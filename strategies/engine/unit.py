@@ -92,8 +92,8 @@ class Unit:
         if self.has_outside_views(1.0 if force else 0.01):
             if force:
                 raise StrategyError(
-                    f"a view of a weight of unit '{self.name}' is still held when its step ends (an attribute, a list, a "
-                    "cached slice). Sharded weights are freed then: keep a copy instead (`weight[...].clone()`)."
+                    f"a view of a weight of unit '{self.name}' is still held when its step ends (an attribute, a list, "
+                    "a cached slice). Sharded weights are freed then: keep a copy instead (`weight[...].clone()`)."
                 )
             return
         for buffer in self.buffers:

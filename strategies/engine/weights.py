@@ -64,13 +64,14 @@ class Weights:
         unit, buffer, slot = self.table.place[parameter]
         if not self.running:
             raise StrategyError(
-                f"'{buffer.layout.slots[slot].name}' is sharded ({self.table.plan.name}) and its values were used outside a "
-                f"training or evaluation step, by '{operation}': do this under `with strategy.gathered(module):`, on "
+                f"'{buffer.layout.slots[slot].name}' is sharded ({self.table.plan.name}) and its values were used "
+                f"outside a training or evaluation step, by '{operation}': do this under `with strategy.gathered(module):`, on "
                 "every rank."
             )
         self.gather(unit)
 
     def gather(self, unit: Unit) -> None:
+        """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
             self._agreement.need(2 * unit.index + GATHER, f"gather {unit.name}")
 

@@ -1,0 +1,95 @@
+"""How a strategy starts its ranks and talks to them outside of the model: logged values, decisions, barriers."""
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.process_group import end_with_parent, start_process_group
+from torch import Tensor
+
+
+class RankCalls(DDPStrategy):
+    """The part of Lightning's contract that is about processes; every call is agreed first, so that none can hang."""
+
+    _engine: Engine | None
+    timeout_s: float
+
+    def setup_distributed(self) -> None:
+        """Starts the process group when there is more than one rank. Raises: LaunchError."""
+        reset_seed()
+        self.set_world_ranks()
+        environment = self.cluster_environment
+        assert isinstance(environment, ClusterEnvironment)
+        if isinstance(environment, LightningEnvironment) and self.local_rank:
+            end_with_parent()
+        self._process_group_backend = self._get_process_group_backend()
+        if self.world_size > 1:
+            start_process_group(
+                self.global_rank,
+                self.world_size,
+                environment.main_address,
+                environment.main_port,
+                self._process_group_backend,
+                self.timeout_s,
+                self.root_device,
+            )
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a logged value over the data-parallel ranks, after all agreed that they reduce the same one.
+
+        Raises: CollectiveError: ranks reduce different values; names them.
+        """
+        if (
+            self._engine is None
+            or self.world_size == 1
+            or not isinstance(tensor, Tensor)
+            or group not in (None, dist.group.WORLD)
+        ):
+            return (
+                super().reduce(tensor, group, reduce_op)
+                if isinstance(tensor, Tensor) and self.world_size > 1
+                else tensor
+            )
+        self.engine.agreement.meet(_name_of_logged_value())
+        rows = self.engine.collectives.gather_small(tensor.detach().reshape(-1).contiguous(), "reduce a logged value")
+        op = str(reduce_op).lower().rsplit(".", 1)[-1]
+        if op in ("mean", "avg"):
+            result = (rows if rows.is_floating_point() else rows.double()).mean(dim=0)
+        elif op in ("sum", "max", "min"):
+            result = rows.sum(dim=0) if op == "sum" else getattr(rows, f"a{op}")(dim=0)
+        else:
+            return super().reduce(tensor, group, reduce_op)
+        return result.view(tensor.shape)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; ranks at different barriers get an error."""
+        if self._engine is not None:
+            self.engine.agreement.meet(f"barrier {name or ''}".strip())
+        else:
+            super().barrier(name, *args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns rank `src`'s object on all ranks."""
+        if self._engine is not None:
+            self.engine.agreement.meet("broadcast")
+            return self.engine.collectives.gather_objects(obj if self.global_rank == src else None, "broadcast")[src]
+        return super().broadcast(obj, src)
+
+
+def _name_of_logged_value() -> str:
+    """Finds what `self.log` calls the value that is being reduced: the strategy is not told."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _ResultMetric):
+            return f"log '{owner.meta.name}' in {owner.meta.fx}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "reduce"

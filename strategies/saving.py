@@ -1,0 +1,88 @@
+"""How a strategy writes and reads checkpoints: folders, each rank its own pieces."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.ranks import RankCalls
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Saving(RankCalls):
+    """The part of Lightning's contract that is about checkpoints."""
+
+    engine: Engine
+    _reader: CheckpointReader | None
+    _restore_random: Callable[[], None] | None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state dict; sharded parameters are in it as themselves, not as values."""
+        return _plain_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns a marker: optimizer state goes from each rank straight into its file."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint folder. Collective.
+
+        Raises: CheckpointError: something cannot be written; CollectiveError: not all ranks make the call.
+        """
+        if storage_options is not None:
+            raise CheckpointError(
+                f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
+            )
+        trainer_state.save(
+            self.engine, [_inner(o) for o in self.optimizers], checkpoint, Path(os.fspath(filepath)).absolute()
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.
+
+        Raises: CheckpointError: not a complete checkpoint folder.
+        """
+        self._reader = CheckpointReader(checkpoint_path)
+        checkpoint = trainer_state.load_trainer(self._reader)
+        aliases = self._reader.content.get("aliases", {})
+        checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
+        if self._reader.content.get("optimizers") is not None:
+            checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Reads this rank's pieces of the weights. Names dropped by `on_load_checkpoint` stay as they are."""
+        assert self._reader is not None
+        state = _plain_state(self.lightning_module)
+        trainer_state.load_model(self.engine, self._reader, state, list(checkpoint["state_dict"]), strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Reads this rank's part of each optimizer's state, and takes up its random state."""
+        assert self._reader is not None
+        for index, optimizer in enumerate(self.optimizers):
+            trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
+        self._restore_random = trainer_state.load_random_state(self._reader, self.global_rank)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint folder (rank 0)."""
+        if self.is_global_zero:
+            path = Path(os.fspath(filepath))
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _plain_state(module: nn.Module | None) -> dict[str, Any]:
+    assert module is not None
+    return module.state_dict(keep_vars=True)
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    return getattr(optimizer, "_optimizer", optimizer)
