@@ -1,6 +1,7 @@
 """One unit's life: gathered when it is used, released when it is not."""
 
 import time
+from collections import Counter
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
@@ -11,16 +12,21 @@ from torch import Tensor, nn
 class SavedWeight:
     """What autograd keeps instead of a view of a unit's weights: unpacking it gathers the unit first."""
 
-    __slots__ = ("tensor", "unit", "version")
+    __slots__ = ("_held", "tensor", "unit", "version")
 
     def __init__(self, unit: "Unit", tensor: Tensor) -> None:
         self.unit = unit
         self.tensor = tensor
         self.version: int = tensor._version
-        unit.saved += 1
+        # A view keeps what it is a view of: the parameter, or something between them such as `weight.detach()`.
+        self._held: list[Tensor] = [t for t in (tensor, tensor._base) if t is not None and id(t) not in unit.own]
+        unit.saved.update(map(id, self._held))
 
     def __del__(self) -> None:
-        self.unit.saved -= 1
+        for number in map(id, self._held):
+            self.unit.saved[number] -= 1
+            if not self.unit.saved[number]:
+                del self.unit.saved[number]
 
 
 class Unit:
@@ -39,8 +45,10 @@ class Unit:
         self.buffers = buffers
         self.depth = 0
         """How many forwards of the unit's modules are running."""
-        self.saved = 0
-        """How many `SavedWeight` are alive."""
+        self.own: frozenset[int] = frozenset(id(p) for b in buffers for p in b.params)
+        """By id: the parameters, whose references to the storage are the engine's own."""
+        self.saved: Counter[int] = Counter()
+        """By id: the tensors that some `SavedWeight` holds, and how many do; each is one reference to the storage."""
         self.pinned = 0
         """How many `gathered` contexts hold the unit."""
         self.fired: set[nn.Parameter] = set()
@@ -76,7 +84,7 @@ class Unit:
         surplus counts only when it lasts.
         """
         deadline = time.monotonic() + patience_s
-        while sum(b.references() for b in self.buffers) - self._own_references > self.saved:
+        while sum(b.references() for b in self.buffers) - self._own_references > len(self.saved):
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.0002)
