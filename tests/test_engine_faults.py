@@ -1,0 +1,185 @@
+"""Misuse of weights and gradients is an error that names what went wrong, never a wrong number."""
+
+import copy
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import build, check_released, group, optimizer_of, plans, rows
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.errors import CollectiveError, GradientError, StrategyError
+from test_engine_uses import Blocks
+from torch import nn
+
+
+def start(plan, rank, world, make=Blocks, **options):
+    model = build(make)
+    opt = optimizer_of(model)
+    engine = Engine(model, PLANS[plan], group(world), **options)
+    engine.take_optimizer(opt)
+    return model, opt, engine
+
+
+def on_two_ranks(body, **kwargs):
+    run_ranks(body, 2, timeout_s=30, **kwargs)
+
+
+class Caching(nn.Module):
+    """Keeps a view of its weight; `saved` also lets autograd save the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7))
+        self.keep = self.cached = None
+
+    def forward(self, x):
+        self.cached = self.weight.detach()[2:5] if self.keep == "detached" else self.weight[2:5]
+        if self.keep is None:
+            self.cached = None
+        return x * self.weight * self.weight + self.weight.sin()
+
+
+class CachingPair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Caching(), Caching()])
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x))
+
+
+def check_kept_view(rank, world_size):
+    for keep in ("view", "detached"):
+        model, _, engine = start("zero3", rank, world_size, CachingPair)
+        model.parts[1].keep = keep
+        x = rows(0, rank).requires_grad_()
+        with pytest.raises(StrategyError, match=r"a view of a weight of unit 'parts\.1' is still held .*clone\(\)"):
+            with engine.forward():
+                model(x)
+        assert model.parts[1].cached.isfinite().all()  # what the user holds was not freed under the view
+
+
+def test_view_kept_in_an_attribute_names_the_unit():
+    on_two_ranks(check_kept_view)
+
+
+def check_late(rank, world_size):
+    for plan in plans(world_size):
+        for reduce in ("micro_batch", "window"):
+            model, _, engine = start(plan, rank, world_size, reduce=reduce)
+            with engine.forward():
+                first, late = model(rows(0, rank)).sum(), model(rows(1, rank)).sum()
+            engine.backward(first)
+            engine.close_window()
+            with pytest.raises(GradientError, match="a backward was started after the gradients"):
+                engine.backward(late)
+            with pytest.raises(GradientError, match=r"a gradient of '[a-z0-9.]+' arrived after the gradients"):
+                with engine.forward():
+                    late.backward()
+
+
+def test_gradient_after_the_window_closed():
+    on_two_ranks(check_late)
+
+
+def check_released_parameter(rank, world_size):
+    model, _, engine = start("zero3", rank, world_size)
+    weight, bias = model.blocks[1][0].weight, model.shift
+    for parameter, shape in ((weight, (9, 7)), (bias, (5,))):
+        assert (
+            tuple(parameter.shape) == shape == tuple(parameter.size())
+            and parameter.numel() == torch.Size(shape).numel()
+        )
+        assert parameter.dtype == torch.float64 and parameter.dim() == parameter.ndim == len(shape)
+        assert parameter.requires_grad and parameter.is_leaf and parameter.grad is None and len(parameter) == shape[0]
+        assert isinstance(parameter, nn.Parameter) and "sharded" in repr(parameter)
+        assert torch.zeros_like(parameter).shape == shape and parameter.device.type == "cpu"
+        with torch._C.DisableTorchFunctionSubclass():
+            assert parameter.detach().shape == shape and parameter.detach().isnan().all()
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Blocks().parameters())
+    x = rows(0, rank)
+    uses = [
+        lambda: model.blocks[1](x),
+        lambda: torch.ones(5) + bias,
+        lambda: weight.sum(),
+        lambda: weight[0],
+        lambda: bias[0].item(),
+        lambda: weight.clone(),
+        lambda: bias.data,
+        lambda: bias.tolist(),
+        lambda: weight.copy_(weight),
+    ]
+    for use in uses:
+        with pytest.raises(
+            StrategyError, match=r"'(shift|blocks\.1\.0\.(weight|bias))' is sharded \(zero3\).*gathered"
+        ):
+            use()
+        check_released(engine)
+        with engine.gathered(), torch.no_grad():
+            use()
+        check_released(engine)
+    with pytest.raises(StrategyError, match="is sharded"):
+        copy.deepcopy(model)
+    with engine.gathered(model.blocks[1]):
+        assert weight.isfinite().all()
+        with pytest.raises(StrategyError, match="'shift' is sharded"):
+            bias.sum()
+
+
+@pytest.mark.case("C038")
+def test_released_parameter_answers_shape_and_refuses_values():
+    on_two_ranks(check_released_parameter)
+
+
+def check_in_place(rank, world_size):
+    for plan in plans(world_size):
+        model, opt, engine = start(plan, rank, world_size)
+        x = rows(0, rank)
+        with engine.forward():
+            hidden = model.blocks[0](x)
+            loss = model.head(hidden).square().sum()
+        hidden.detach().mul_(2)
+        with pytest.raises((RuntimeError, GradientError), match=r"in.?place"):
+            engine.backward(loss)
+        model, opt, engine = start(plan, rank, world_size)
+        with engine.forward():
+            early, loss = model(x).square().sum(), model(x).sum()
+        engine.backward(loss)
+        assert engine.step(opt)
+        with pytest.raises((RuntimeError, GradientError), match=r"in.?place"):
+            engine.backward(early)
+
+
+def test_change_between_forward_and_backward_is_detected():
+    on_two_ranks(check_in_place)
+
+
+def check_foreign_gradient(rank, world_size):
+    for plan in plans(world_size):
+        model, _, engine = start(plan, rank, world_size)
+        with engine.forward():
+            loss = model(rows(0, rank)).sum()
+        engine.backward(loss)
+        model.shift.grad = torch.ones(5, dtype=torch.float64)
+        with pytest.raises(GradientError, match=r"'shift'\.grad was set outside of backward"):
+            engine.close_window()
+
+
+def test_gradient_set_by_hand_names_the_parameter():
+    on_two_ranks(check_foreign_gradient)
+
+
+def check_points(rank, world_size):
+    for plan in plans(world_size):
+        _, _, engine = start(plan, rank, world_size)
+        with pytest.raises(CollectiveError, match=r"different points: rank 0 is at 'gathered'; rank 1 is at 'end of "):
+            if rank == 0:
+                with engine.gathered():
+                    pass
+            else:
+                engine.close_window()
+
+
+def test_ranks_at_different_points_are_named():
+    on_two_ranks(check_points)
