@@ -5,15 +5,18 @@ import math
 import os
 import platform
 import time
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from shardlight.framework.loss_plot import draw_losses
 from shardlight.framework.meter import Meter, count_tokens, peak_memory_bytes, step_loss
+from shardlight.strategies import ShardedStrategy
 from torch import Tensor
 
 VALIDATION_METRICS = ("val/bpb", "val_bpb", "val/loss", "val_loss")
@@ -87,7 +90,10 @@ class RunSummary(Callback):
             dtype=torch.int64,
             device=strategy.root_device,
         )
-        peaks, tokens = strategy.all_gather(mine).reshape(-1, 2).T.tolist()
+        with warnings.catch_warnings():
+            # Lightning's all_gather calls a function of torch that is deprecated since 2.13.
+            warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)
+            peaks, tokens = strategy.all_gather(mine).reshape(-1, 2).T.tolist()
         # Ranks that train on the same data count its tokens once.
         replicas = trainer.world_size / getattr(strategy, "data_world_size", trainer.world_size)
         seconds = self._meter.seconds
@@ -100,7 +106,7 @@ class RunSummary(Callback):
             "tokens_per_s": sum(tokens) / replicas / seconds if seconds > 0 else None,
             "peak_memory_bytes": peaks,
             "world_size": trainer.world_size,
-            "strategy": getattr(strategy, "strategy_name", type(strategy).__name__),
+            "strategy": _strategy_name(strategy),
             "metrics": metrics,
             "versions": {
                 "python": platform.python_version(),
@@ -121,6 +127,12 @@ class RunSummary(Callback):
         )
         self._summary["wall_s"] = time.time() - self.started
         write_json(self.run_dir / "summary.json", self._summary)
+
+
+def _strategy_name(strategy: Strategy) -> str:
+    if isinstance(strategy, ShardedStrategy):
+        return strategy.plan.name
+    return getattr(strategy, "strategy_name", type(strategy).__name__)
 
 
 def write_json(path: Path, value: Any) -> None:

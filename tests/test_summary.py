@@ -12,7 +12,8 @@ from matplotlib.image import imread
 from shardlight.framework.loss_plot import draw_losses, running_mean
 from shardlight.framework.module import TrainingModule
 from shardlight.framework.optim import OptimizerConfig
-from shardlight.framework.summary import RunSummary, write_json
+from shardlight.framework.summary import RunSummary, _strategy_name, write_json
+from shardlight.strategies import STRATEGIES
 from torch.utils.data import DataLoader
 
 pytestmark = [
@@ -193,6 +194,11 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
         "b": {"c": None, "d": 2.5, "e": "text", "f": None, "g": True},
     }
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_our_strategies_go_by_their_name(name):
+    assert _strategy_name(STRATEGIES[name]()) == name
 
 
 def test_running_mean_has_no_bias_to_the_first_value():
