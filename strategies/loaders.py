@@ -86,8 +86,9 @@ class LockstepLoader:
         return all(have)
 
     def state_dict(self) -> dict[str, int]:
-        """Returns how many batches of this epoch were handed out."""
-        return {"position": self._position}
+        """Returns how many batches of this epoch training has had; 0 when the epoch is over."""
+        # Without a length Lightning reads one batch ahead, to know which is the last.
+        return {"position": max(0, self._position - 1)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Makes the next iteration start after that many batches."""
@@ -102,6 +103,10 @@ class SizedLockstepLoader(LockstepLoader):
     ) -> None:
         super().__init__(loader, collectives, before_first)
         self._length = length
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns how many batches of this epoch training has had; 0 when the epoch is over."""
+        return {"position": self._position if self._position < self._length else 0}
 
     def __len__(self) -> int:
         return self._length

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from models import MODELS, OPTIMIZERS, make, reference, windows
-
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from harness import run_ranks
 from models import MODELS, OPTIMIZERS, make, reference
-from torch.utils.data import DataLoader, Dataset
-
 from shardlight.strategies import STRATEGIES
+from torch.utils.data import DataLoader, Dataset
 
 
 class Batches(Dataset):

@@ -55,7 +55,13 @@ class Agreement:
             return
         mine = _MEET + zlib.crc32(point.encode())
         while True:
-            codes = self._exchange(mine, point)
+            try:
+                codes = self._exchange(mine, point)
+            except CollectiveError as error:
+                if "different points" in str(error):
+                    raise
+                hint = "If no rank died: every rank has to make this call (do not put it under `if rank == 0`)."
+                raise CollectiveError(f"{error} {hint}") from None
             needs = sorted({c for c in codes if c < _MEET})
             if not needs and len(set(codes)) == 1:
                 return

@@ -65,8 +65,8 @@ class Weights:
         if not self.running:
             raise StrategyError(
                 f"'{buffer.layout.slots[slot].name}' is sharded ({self.table.plan.name}) and its values were used "
-                f"outside a training or evaluation step, by '{operation}': do this under `with strategy.gathered(module):`, on "
-                "every rank."
+                f"outside a training or evaluation step, by '{operation}': do this under "
+                "`with strategy.gathered(module):`, on every rank."
             )
         self.gather(unit)
 

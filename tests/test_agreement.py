@@ -1,0 +1,83 @@
+"""Ranks that need different collectives, or none, never hang; ranks at different points learn it at once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from shardlight.strategies.engine.agreement import Agreement
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.errors import CollectiveError
+
+
+def random_needs(rank, world_size, rounds):
+    collectives, served = Collectives(dist.group.WORLD), []
+    agreement = Agreement(collectives, served.append)
+    g = torch.Generator().manual_seed(rank)
+    for number in range(rounds):
+        for _ in range(int(torch.randint(4, (1,), generator=g))):
+            code = int(torch.randint(6, (1,), generator=g))
+            agreement.need(code, f"need {code}")
+            assert code in served
+        agreement.meet(f"round {number}")
+    return served
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_ranks_serve_the_same_needs_in_the_same_order(world_size):
+    served = run_ranks(random_needs, world_size, rounds=20)
+    assert len(served[0]) > 10 and all(s == served[0] for s in served)
+
+
+def different_points(rank, world_size):
+    agreement = Agreement(Collectives(dist.group.WORLD), lambda code: None)
+    agreement.meet("start")
+    with pytest.raises(CollectiveError, match="rank 0 is at 'save'; rank 1 is at 'step'; rank 2 is at 'gather x'"):
+        if rank < 2:
+            agreement.meet("save" if rank == 0 else "step")
+        else:
+            agreement.need(4, "gather x")
+
+
+def test_ranks_at_different_points_get_an_error_that_names_them():
+    run_ranks(different_points, 3)
+
+
+def moves(rank, world_size, dtype):
+    collectives = Collectives(dist.group.WORLD)
+    n = 3
+    shard = torch.full((n,), rank + 1, dtype=dtype)
+    full = torch.zeros(n * world_size, dtype=dtype)
+    collectives.all_gather(full, shard, "test")
+    assert full.tolist() == [r + 1 for r in range(world_size) for _ in range(n)]
+    # In place, as the engine does it: the shard is this rank's slice of the full buffer.
+    grads = torch.arange(n * world_size).to(dtype) * (rank + 1)
+    own = grads[rank * n : (rank + 1) * n]
+    collectives.reduce_scatter(grads, own, "test")
+    total = sum(r + 1 for r in range(world_size))
+    assert own.tolist() == [i * total for i in range(rank * n, (rank + 1) * n)]
+    size = full.element_size() * n * (world_size - 1)
+    assert collectives.bytes_sent == 2 * size, (collectives.bytes_sent, size)
+    flag = torch.tensor([rank == 0], dtype=torch.bool)
+    collectives.broadcast(flag, "test")
+    assert flag.item()
+    assert collectives.gather_objects(rank, "test") == list(range(world_size))
+    rows = collectives.gather_small(torch.tensor([float(rank)]), "test")
+    assert rows.flatten().tolist() == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_collectives_move_and_count(world_size):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        run_ranks(moves, world_size, dtype=dtype)
+
+
+def peer_dies(rank, world_size):
+    if rank == 1:
+        return
+    agreement = Agreement(Collectives(dist.group.WORLD), lambda code: None)
+    with pytest.raises(CollectiveError, match="rank 0 of 2: 'step' failed: a peer was lost or did not arrive in time"):
+        agreement.meet("step")
+
+
+def test_a_lost_peer_is_an_error_that_names_the_caller():
+    run_ranks(peer_dies, 2)
