@@ -242,12 +242,12 @@ def three_forwards(model, x, step, rank):
 
 
 def check_options(rank, world_size, dtype, tolerance):
-    for losses in (one_forward, three_forwards):
-        want = plain(Shared, losses, world_size, steps=20, dtype=dtype, batch=partial(rows_of, dtype))
+    for losses, steps in ((one_forward, 20), (three_forwards, 7)):
+        settings = {"steps": steps, "dtype": dtype, "batch": partial(rows_of, dtype)}
+        want = plain(Shared, losses, world_size, **settings)
         for plan in plans(world_size):
             for reduce, units in (("micro_batch", ()), ("window", ("Linear",)), ("micro_batch", ("Shared",))):
                 options = {"reduce": reduce, "unit_classes": units}
-                settings = {"steps": 20, "dtype": dtype, "batch": partial(rows_of, dtype)}
                 got = sharded(Shared, losses, plan, rank, world_size, **settings, **options)
                 check_equal(got, want, f"{plan} {options} {losses.__name__}", tolerance)
 
