@@ -1,0 +1,332 @@
+"""The command: help without torch, faults without tracebacks, one run through every verb, other launchers."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from shardlight import cli
+from shardlight.framework import launch
+from shardlight.framework.assemble import make_run_dir
+from shardlight.framework.config import load_config
+from shardlight.framework.schema import TrainerConfig
+from shardlight.framework.world import World, adopt_slurm, check_world, find_world
+from shardlight.strategies.errors import LaunchError
+from typer.testing import CliRunner
+
+COMMAND = [str(Path(sys.executable).parent / "shardlight")]
+PROJECT = """
+import torch
+from faulty import FaultyData, FaultyModule
+from torch.utils.data import DataLoader
+
+class Model(FaultyModule):
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return batch["number"]
+
+class Data(FaultyData):
+    def test_dataloader(self):
+        return self.val_dataloader()
+
+    def predict_dataloader(self):
+        return DataLoader([{"number": torch.tensor(float(n))} for n in range(7)], batch_size=2)
+"""
+CONFIG = """\
+module: {class: shardlight_test_cli.Model}
+data: {class: shardlight_test_cli.Data}
+strategy: zero3
+trainer: {devices: 2, max_steps: 3, accelerator: cpu, num_sanity_val_steps: 1, log_every_n_steps: 1}
+run: {name: here}
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A small project as the working directory, with ranks that take one thread each."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "shardlight_test_cli.py").write_text(PROJECT)
+    (tmp_path / "faulty.py").write_text((Path(__file__).parent / "faulty.py").read_text())
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in ("shardlight_test_cli", "faulty"):
+        sys.modules.pop(name, None)
+
+
+def here(*arguments: str) -> tuple[int, str, str]:
+    """Calls the command in this process: (exit code, standard output, standard error)."""
+    result = CliRunner().invoke(cli.app, arguments)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run(*arguments: str, env: dict[str, str] | None = None, command: list[str] = COMMAND) -> tuple[int, str, str]:
+    """Calls the command as a user does."""
+    whole = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+    made = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False, env=whole)
+    return made.returncode, made.stdout, made.stderr
+
+
+def test_help_is_quick_and_imports_no_torch():
+    script = "import sys; sys.argv = ['shardlight', '--help']\nfrom shardlight.cli import main\ntry: main()\nfinally: print([m for m in ('torch', 'lightning', 'omegaconf') if m in sys.modules])"  # fmt: skip
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        code, out, _ = run("-c", script, command=[sys.executable])
+        times.append(time.monotonic() - start)
+        assert code == 0 and out.splitlines()[-1] == "[]"
+    # 0.3 s on an idle machine; tests share it with others.
+    assert min(times) < 1.5
+    for verb in ("fit", "validate", "test", "predict", "export"):
+        assert f"  {verb} " in out
+        assert here(verb, "--help")[0] == 0
+
+
+def test_the_version_is_printed():
+    code, out, _ = here("--version")
+    assert code == 0 and out.startswith("shardlight ") and out.count(".") == 2
+
+
+def test_print_shows_values_and_origins_and_starts_nothing(project):
+    code, out, err = here("fit", "config.yaml", "strategy=zero2", "--print")
+    assert (code, err) == (0, "") and not (project / "runs").exists()
+    lines = dict(line.split(":", 1) for line in out.splitlines())
+    assert lines["seed"].split() == ["0", "#", "default"]
+    assert lines["  name"] is not None and "zero2" in out and "# command line" in out
+    assert lines["  max_steps"].split() == ["3", "#", "config.yaml:4"]
+    (project / "printed.yaml").write_text(out)
+    assert load_config("printed.yaml") == load_config("config.yaml", ["strategy=zero2"])
+
+
+@pytest.mark.case("C023")
+def test_faults_exit_with_two_all_at_once_and_without_a_traceback(project):
+    code, out, err = here("fit", "config.yaml", "trainer.gradient_cliping=1", "+strategy.stagee=3")
+    assert (code, out) == (2, "") and err.splitlines() == [
+        "command line: +strategy.stagee starts with '+', which overrides here do not have. Write strategy.stagee=3.",
+        "command line: trainer.gradient_cliping is not a key of trainer. Did you mean 'gradient_clip_val'?",
+        "command line: strategy.stagee is not an option of zero3. Choose from: reduce, timeout_s, units.",
+    ]
+    code, _, err = here("fit", "none.yaml")
+    assert (code, err) == (2, "none.yaml: cannot be read: No such file or directory.\n")
+    code, _, err = here("validate", "config.yaml", "--ckpt", "no/such 010")
+    assert (code, err) == (2, "command line: resume: there is no checkpoint no/such 010.\n")
+    assert not (project / "runs").exists()
+
+
+def test_debug_shows_the_traceback_too(project):
+    code, _, err = here("fit", "none.yaml", "--debug")
+    assert code == 2 and err.endswith("\nnone.yaml: cannot be read: No such file or directory.\n")
+
+
+def test_a_trusted_package_may_be_named(project):
+    fault = here("fit", "config.yaml", "module.class=torch.nn.Linear", "--print")[2]
+    assert "or a package given with --trust torch." in fault
+    fault = here("fit", "config.yaml", "module.class=torch.nn.Linear", "--print", "--trust", "torch")[2]
+    assert fault == "command line: module.class: torch.nn.Linear is not a LightningModule.\n"
+
+
+def test_several_nodes_need_another_launcher(project):
+    code, _, err = here("fit", "config.yaml", "trainer.num_nodes=2")
+    assert (code, err) == (
+        2,
+        "LaunchError: trainer.num_nodes is 2: start the processes on each node with torchrun or srun.\n",
+    )
+
+
+@pytest.mark.case("C097")
+@pytest.mark.parametrize(
+    ("env", "fault"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "torchrun started 4 processes, but trainer.devices 2 x "
+         "trainer.num_nodes 1 = 2. Start 2, or set trainer.devices or trainer.num_nodes."),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun started 1 process, but trainer.devices 2 x "
+         "trainer.num_nodes 1 = 2. Start 2, or set trainer.devices or trainer.num_nodes."),
+        ({"SLURM_NTASKS": "3", "SLURM_PROCID": "1"}, "SLURM started 3 processes, but trainer.devices 2 x "
+         "trainer.num_nodes 1 = 2. Start 2, or set trainer.devices or trainer.num_nodes."),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4 and WORLD_SIZE is 4: ranks go from 0 to WORLD_SIZE - 1."),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "2"},
+         "SLURM_PROCID is 2 and SLURM_NTASKS is 2: ranks go from 0 to SLURM_NTASKS - 1."),
+        ({"WORLD_SIZE": "2"}, "RANK is '' in the environment, but must be a whole number: the launcher sets it."),
+        ({"RANK": "0", "WORLD_SIZE": "two"},
+         "WORLD_SIZE is 'two' in the environment, but must be a whole number: the launcher sets it."),
+    ],
+)  # fmt: skip
+def test_another_number_of_processes_is_an_error_at_once(project, monkeypatch, env, fault):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert here("fit", "config.yaml") == (2, "", f"LaunchError: {fault}\n")
+    assert not (project / "runs").exists()
+
+
+def test_the_ranks_of_each_launcher_are_recognised():
+    assert find_world({}) is None
+    assert find_world({"RANK": "1", "WORLD_SIZE": "2"}) == World("torchrun", 1, 2)
+    assert find_world({"RANK": "1", "WORLD_SIZE": "2", "SHARDLIGHT_STORE": "x"}) == World("shardlight", 1, 2)
+    slurm = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+    assert find_world(slurm) == World("SLURM", 0, 2)
+    assert find_world({**slurm, "SLURM_JOB_NAME": "bash"}) is None
+    assert find_world({"SLURM_NTASKS": "2"}) is None
+    assert find_world({**slurm, "RANK": "1", "WORLD_SIZE": "4"}) == World("torchrun", 1, 4)
+    check_world(World("SLURM", 0, 4), TrainerConfig(devices=2, num_nodes=2))
+    with pytest.raises(LaunchError):
+        check_world(World("SLURM", 0, 2), TrainerConfig(devices=2, num_nodes=2))
+
+
+def test_slurms_variables_become_torchruns():
+    env = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NODELIST": "n[07-08]", "SLURM_JOB_ID": "98765"}
+    adopt_slurm(env, 2)
+    made = {
+        name: env[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    assert made == {
+        "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n07",
+        "MASTER_PORT": "23765",
+    }  # fmt: skip
+    given = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "MASTER_ADDR": "a"}
+    adopt_slurm(given, 1)
+    assert (given["LOCAL_RANK"], given["NODE_RANK"], given["MASTER_ADDR"]) == ("0", "3", "a")
+
+
+def test_export_says_what_it_cannot_do(tmp_path):
+    assert here("export", "x", "--to", "gguf", "--out", "y") == (
+        2, "", "--to is 'gguf'; the only format is safetensors.\n"
+    )  # fmt: skip
+    code, out, err = here("export", str(tmp_path / "none"), "--out", str(tmp_path / "y"))
+    assert code == 1 and out == "" and err.startswith("CheckpointError: ") and "Traceback" not in err
+
+
+def test_a_run_from_the_first_step_to_the_exported_weights(project):
+    """Fit, predict and export on two processes, as a user types it."""
+    code, out, err = run("fit", "config.yaml")
+    assert (code, out.splitlines()[-1]) == (0, "Run folder: runs/here/000"), err
+    folder = project / "runs" / "here" / "000"
+    expected = {"checkpoints", "config.yaml", "logs", "loss.png", "summary.json", "tensorboard"}
+    assert {item.name for item in folder.iterdir()} == expected
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert [item.name for item in (folder / "checkpoints").iterdir()] == ["step-3"]
+    assert load_config(folder / "config.yaml") == load_config("config.yaml")
+    saved = str(folder / "checkpoints" / "step-3")
+    code, out, err = run("predict", "config.yaml", "--ckpt", saved)
+    assert code == 0, err
+    predictions = load_file(project / "runs" / "here" / "001" / "predictions.safetensors")
+    assert predictions["predictions"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    code, out, _ = here("export", saved, "--out", "out.safetensors")
+    assert (code, out) == (0, "out.safetensors: 4 tensors\n")
+    assert sum(tensor.numel() for tensor in load_file("out.safetensors").values()) == 58
+
+
+def test_a_dry_run_stops_before_the_first_step_and_leaves_nothing(project, temporary_folder):
+    before = set(temporary_folder.iterdir())
+    # Would raise in the first training step.
+    code, out, err = run("fit", "config.yaml", "module.how=raise", "--dry-run")
+    assert (code, out.splitlines()[-1]) == (0, "Dry run: everything is ready for the first step."), err
+    assert not (project / "runs").exists() and set(temporary_folder.iterdir()) == before
+
+
+@pytest.fixture
+def in_process(project, monkeypatch):
+    """One-process runs inside this process; what they set is put back."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK"):
+        # Lightning sets them; this way they are gone again afterwards.
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield lambda *arguments: here(*arguments, "trainer.devices=1", "strategy=single")
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def test_one_process_runs_here(in_process, project, temporary_folder):
+    before = set(temporary_folder.iterdir())
+    code, out, _ = in_process("fit", "config.yaml", "module.how=raise", "--dry-run")
+    assert (code, out.splitlines()[-1]) == (0, "Dry run: everything is ready for the first step.")
+    assert not (project / "runs").exists() and set(temporary_folder.iterdir()) == before
+    code, out, _ = in_process("fit", "config.yaml", "trainer.enable_progress_bar=false")
+    assert (code, out.splitlines()[-1]) == (0, "Run folder: runs/here/000")
+    saved = "runs/here/000/checkpoints/step-3"
+    for verb, name in (("validate", "val/loss"), ("test", "test/loss")):
+        code, out, _ = in_process(verb, "config.yaml", "--ckpt", saved)
+        assert code == 0 and name in out
+    assert in_process("predict", "config.yaml", "--ckpt", saved)[0] == 0
+    made = load_file("runs/here/003/predictions.safetensors")
+    assert made["predictions"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert in_process("fit", "runs/here/000/config.yaml", "trainer.max_steps=5", "--ckpt", saved)[0] == 0
+    assert json.loads(Path("runs/here/004/summary.json").read_text())["steps"] == 5
+    (project / "broken").mkdir()
+    code, _, err = in_process("fit", "config.yaml", "--ckpt", "broken")
+    assert code == 1 and err.startswith("CheckpointError: ") and "Traceback" not in err
+
+
+def test_checkpoints_follow_the_config_and_the_last_step_is_kept(in_process, project):
+    arguments = ("fit", "config.yaml", "checkpoint.every_n_steps=2", "checkpoint.save_top_k=-1", "trainer.max_steps=5")
+    assert in_process(*arguments, "data.count=40")[0] == 0
+    kept = {item.name for item in (project / "runs" / "here" / "000" / "checkpoints").iterdir()}
+    assert kept == {"step-2", "step-4", "step-5"}
+    assert in_process("fit", "config.yaml", "checkpoint=null")[0] == 0
+    assert not (project / "runs" / "here" / "001" / "checkpoints").exists()
+
+
+def test_run_folders_are_counted_up_and_never_shared(project):
+    config = load_config("config.yaml")
+    (project / "runs" / "here").mkdir(parents=True)
+    (project / "runs" / "here" / "007").mkdir()
+    (project / "runs" / "here" / "notes").mkdir()
+    made = [make_run_dir(config) for _ in range(2)]
+    assert [str(item) for item in made] == ["runs/here/008", "runs/here/009"]
+    assert load_config(made[1] / "config.yaml") == config
+
+
+def test_a_run_folder_taken_by_another_run_in_between_is_left_alone(project, monkeypatch):
+    make, taken = Path.mkdir, []
+
+    def race(path: Path, *arguments, **options) -> None:
+        if path.name == "000" and not taken:
+            taken.append(path)
+            make(path)
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", race)
+    assert str(make_run_dir(load_config("config.yaml"))) == "runs/here/001"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_local_workers_are_this_command_again(project, monkeypatch, debug):
+    calls = []
+    monkeypatch.setattr(launch, "run_workers", lambda *given, **options: calls.append((given, options)) or 9)
+    monkeypatch.setattr(sys, "argv", ["shardlight", "fit", "config.yaml"])
+    code, out, _ = here("fit", "config.yaml", *(["--debug"] if debug else []))
+    assert (code, out) == (9, "Run folder: runs/here/000\n")
+    ((command, world_size), options) = calls[0]
+    assert world_size == 2 and command[0] == sys.executable
+    assert command[-5:] == ["-P", "-m", "shardlight.cli", "fit", "config.yaml"]
+    assert options["env"]["SHARDLIGHT_RUN_DIR"] == "runs/here/000" and options["expect_done"]
+    assert options["log_dir"] == Path("runs/here/000/logs")
+    assert ({"ConfigError", "CheckpointError"} <= set(options["terse"])) != debug
+
+
+def test_torchrun_starts_the_ranks_as_well(project):
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python"]
+    # torchrun leaves a folder of its own in the temporary folder.
+    env = {"TMPDIR": str(project)}
+    code, out, err = run("fit", "config.yaml", "strategy=zero2", command=[*torchrun, *COMMAND], env=env)
+    assert code == 0 and out.splitlines()[-1] == "Run folder: runs/here/000", err
+    assert (project / "runs" / "here" / "000" / "checkpoints" / "step-3" / "manifest.json").is_file()
+    assert [item.name for item in (project / "runs" / "here").iterdir()] == ["000"]
