@@ -34,43 +34,66 @@ def train(name, plan, reduce, accumulate, clip, optimizer, dtype, rank, world, s
     return losses, norms, weights
 
 
-def check_all(rank, world_size, names, dtype, optimizer, tolerance, accumulations, clips, steps=STEPS):
-    for name in names:
-        for accumulate in accumulations:
-            for clip in clips:
-                expected = reference(name, world_size, steps, accumulate, clip, optimizer, dtype)
-                by_reduce = {"micro_batch": [], "window": []}
-                plans = ["ddp", "zero1", "zero2", "zero3"] + (["single"] if world_size == 1 else [])
-                for plan in plans:
-                    for reduce in by_reduce:
-                        got = train(name, plan, reduce, accumulate, clip, optimizer, dtype, rank, world_size, steps)
-                        where = f"{name} {plan} reduce={reduce} accumulate={accumulate} clip={clip}"
-                        for want, have in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
-                            assert have == pytest.approx(want, rel=tolerance, abs=tolerance), where
-                        for n, w in expected[2].items():
-                            torch.testing.assert_close(
-                                got[2][n], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where} {n}: {m}"
-                            )
-                        by_reduce[reduce].append((where, got))
-                for runs in by_reduce.values():
-                    first = runs[0][1]
-                    for where, got in runs[1:]:
-                        assert got[0] == first[0], f"{where}: losses are not bit-identical with ddp"
-                        assert got[1] == first[1], f"{where}: norms are not bit-identical with ddp"
-                        for n in first[2]:
-                            assert torch.equal(got[2][n], first[2][n]), f"{where}: {n} is not bit-identical with ddp"
+def check(rank, world_size, cases, dtype, optimizer, tolerance):
+    """Each case is (model, accumulate, clip)."""
+    for name, accumulate, clip in cases:
+        expected = reference(name, world_size, STEPS, accumulate, clip, optimizer, dtype)
+        plans = ["ddp", "zero1", "zero2", "zero3"] + (["single"] if world_size == 1 else [])
+        for reduce in ("micro_batch", "window"):
+            runs = {}
+            for plan in plans:
+                where = f"{name} {plan} reduce={reduce} accumulate={accumulate} clip={clip}"
+                runs[where] = train(name, plan, reduce, accumulate, clip, optimizer, dtype, rank, world_size)
+                equals_reference(where, runs[where], expected, tolerance)
+            first, *others = runs.values()
+            for where, (losses, norms, weights) in zip(list(runs)[1:], others, strict=True):
+                assert losses == first[0], f"{where}: losses are not bit-identical with ddp"
+                assert norms == first[1], f"{where}: norms are not bit-identical with ddp"
+                for n in first[2]:
+                    assert torch.equal(weights[n], first[2][n]), f"{where}: {n} is not bit-identical with ddp"
+
+
+def equals_reference(where, got, expected, tolerance):
+    for want, have in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
+        assert have == pytest.approx(want, rel=tolerance, abs=tolerance), where
+    for n, w in expected[2].items():
+        torch.testing.assert_close(got[2][n], w, rtol=tolerance, atol=tolerance, msg=lambda m, n=n: f"{where} {n}: {m}")
+
+
+SETTINGS = [(a, c) for a in (1, 2, 3) for c in (None, 0.05)]
+
+
+def some_cases(world_size):
+    """One setting per model; over the world sizes every setting meets every kind of model."""
+    return [(name, *SETTINGS[(2 * i + world_size * 3 + i // 2) % 6]) for i, name in enumerate(MODELS)]
+
+
+def all_cases():
+    return [(name, *setting) for name in MODELS for setting in SETTINGS]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sgd_in_fp64_equals_one_process(world_size):
+    cases = all_cases() if world_size == 1 else some_cases(world_size)
+    run_ranks(check, world_size, cases=cases, dtype=torch.float64, optimizer="sgd", tolerance=1e-10, timeout_s=240)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adamw_in_fp64_equals_one_process(world_size):
+    cases = [("tiny_gpt", 2, 0.05), ("frozen_mix", 1, None)] if world_size == 2 else [("multi_call", 3, 0.05)]
+    run_ranks(check, world_size, cases=cases, dtype=torch.float64, optimizer="adamw", tolerance=1e-10, timeout_s=240)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sgd_in_fp32_equals_one_process(world_size):
+    cases = [("odd_mlp", 3, None), ("tiny_gpt", 1, 0.05)] if world_size == 2 else [("frozen_mix", 2, 0.05)]
+    run_ranks(check, world_size, cases=cases, dtype=torch.float32, optimizer="sgd", tolerance=1e-5, timeout_s=240)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_setting_equals_one_process(world_size, optimizer):
     run_ranks(
-        check_all,
-        world_size,
-        names=list(MODELS),
-        dtype=torch.float64,
-        optimizer="sgd",
-        tolerance=1e-10,
-        accumulations=[1, 2, 3],
-        clips=[None, 0.05],
-        timeout_s=240,
+        check, world_size, cases=all_cases(), dtype=torch.float64, optimizer=optimizer, tolerance=1e-10, timeout_s=3000
     )
