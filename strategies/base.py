@@ -156,7 +156,8 @@ class ShardedStrategy(Saving):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = sharded_precision(plugin or Precision(), self)
+        # None stays None: of a strategy made with a plugin, the Trainer takes that one and ignores its own `precision`.
+        self._precision_plugin = None if plugin is None else sharded_precision(plugin, self)
 
     # --- setting up
 
@@ -301,14 +302,20 @@ class ShardedStrategy(Saving):
         return count_every_sample_once(dataloader, stage, self.data_world_size, self.data_rank)
 
     def _lockstep(self, dataloader: Any) -> Any:
-        length = len(dataloader) if hasattr(dataloader, "__len__") and _has_length(dataloader) else -1
-        lengths = self.engine.collectives.gather_objects(length, "lengths of the training data")
-        uneven = (
-            self.engine.collectives if len(lengths) > 1 and (min(lengths) != max(lengths) or -1 in lengths) else None
-        )
+        # May be called by `trainer.estimated_stepping_batches` in configure_optimizers, before there is an engine.
+        length = len(dataloader) if _has_length(dataloader) else -1
+        lengths = [length] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(lengths, length)
+        agree = self._agree_on_next_batch if len(set(lengths)) > 1 or (-1 in lengths and self.world_size > 1) else None
         if -1 in lengths:
-            return LockstepLoader(dataloader, uneven, self._before_first_batch)
-        return SizedLockstepLoader(dataloader, uneven, self._before_first_batch, min(lengths))
+            return LockstepLoader(dataloader, agree, self._before_first_batch)
+        return SizedLockstepLoader(dataloader, agree, self._before_first_batch, min(lengths))
+
+    def _agree_on_next_batch(self, more: bool) -> list[bool]:
+        self.engine.agreement.meet("next training batch")
+        row = torch.tensor([int(more)], dtype=torch.int64, device=self.root_device)
+        return [bool(n) for n in self.engine.collectives.gather_small(row, "next training batch").flatten().tolist()]
 
     def _before_first_batch(self) -> None:
         if self._restore_random is not None:
