@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.errors import StrategyError
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+Agree = Callable[[bool], list[bool]]
 
 
 def count_every_sample_once(loader: Any, stage: RunningStage, world_size: int, rank: int) -> Any:
@@ -40,14 +40,14 @@ class LockstepLoader:
 
     Args:
         loader: this rank's loader.
-        collectives: None, or where ranks agree before each batch that all have one. Needed when their numbers of
-            batches differ or are unknown; training then stops at the shortest.
+        agree: None, or tells before each batch which ranks have one, given whether this rank has. Needed when their
+            numbers of batches differ or are unknown; training then stops at the shortest.
         before_first: called when the first batch is about to be read, after the position has been restored.
     """
 
-    def __init__(self, loader: Any, collectives: Collectives | None, before_first: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, agree: Agree | None, before_first: Callable[[], None]) -> None:
         self.loader = loader
-        self._collectives = collectives
+        self._agree = agree
         self._before_first = before_first
         self._position = 0
         self._resume_at = 0
@@ -65,7 +65,7 @@ class LockstepLoader:
         self._position = skip
         while True:
             batch, more = _next(batches)
-            if self._collectives is not None:
+            if self._agree is not None:
                 more = self._all_have(more)
             if not more:
                 self._position = 0
@@ -74,9 +74,8 @@ class LockstepLoader:
             yield batch
 
     def _all_have(self, more: bool) -> bool:
-        assert self._collectives is not None
-        row = torch.tensor([int(more)], dtype=torch.int64, device=self._collectives.device)
-        have = self._collectives.gather_small(row, "next training batch").flatten().tolist()
+        assert self._agree is not None
+        have = self._agree(more)
         if any(have) and not all(have):
             ended = [r for r, h in enumerate(have) if not h]
             rank_zero_warn(
@@ -98,10 +97,8 @@ class LockstepLoader:
 class SizedLockstepLoader(LockstepLoader):
     """A LockstepLoader whose number of batches is known, the same on all ranks."""
 
-    def __init__(
-        self, loader: Any, collectives: Collectives | None, before_first: Callable[[], None], length: int
-    ) -> None:
-        super().__init__(loader, collectives, before_first)
+    def __init__(self, loader: Any, agree: Agree | None, before_first: Callable[[], None], length: int) -> None:
+        super().__init__(loader, agree, before_first)
         self._length = length
 
     def state_dict(self) -> dict[str, int]:

@@ -3,15 +3,38 @@
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.process_group import end_with_parent, start_process_group
 from torch import Tensor
+
+
+class _NoContext:
+    """Stands in for autograd's context where no gradient is wanted."""
+
+
+class _AllGather(torch.autograd.Function):
+    """Stacks the tensors of all ranks; backward adds up what every rank wants of this rank's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        flat = tensor.detach().contiguous().view(-1)
+        return collectives.gather_small(flat, "all_gather").view(collectives.world_size, *tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        stacked = grads[0].contiguous()
+        own = torch.empty_like(stacked[0])
+        ctx.collectives.reduce_scatter(stacked.view(-1), own.view(-1), "backward of all_gather")
+        return own, None
 
 
 class RankCalls(DDPStrategy):
@@ -66,6 +89,17 @@ class RankCalls(DDPStrategy):
         else:
             return super().reduce(tensor, group, reduce_op)
         return result.view(tensor.shape)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks stacked, (world_size, *shape); with `sync_grads` gradients flow back."""
+        if self._engine is None or group not in (None, dist.group.WORLD):
+            return super().all_gather(tensor, group, sync_grads)
+        self._engine.agreement.meet("all_gather")
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        if sync_grads and tensor.requires_grad:
+            return _AllGather.apply(tensor, self._engine.collectives)
+        return _AllGather.forward(_NoContext(), tensor, self._engine.collectives)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks; ranks at different barriers get an error."""
