@@ -89,7 +89,7 @@ class Checker:
             self.fault(where, f"{path}.{part}." if name in fields else f"{path}: {part}.")
         return BAD
 
-    def convert(self, node: Node, wanted: Any, path: str) -> Any:  # noqa: PLR0911 - one return per kind of annotation
+    def convert(self, node: Node, wanted: Any, path: str) -> Any:
         """Returns the value of the node as the annotation `wanted`, or BAD after a fault."""
         if node.value is BROKEN:
             return BAD
@@ -202,7 +202,7 @@ def _mend(node: Node, wanted: type) -> str:
     return ""
 
 
-def words(wanted: Any) -> str:  # noqa: PLR0911 - one return per kind of annotation
+def words(wanted: Any) -> str:
     """An annotation in words: "a whole number or null", "one of adam, sgd"."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted in _WORDS:

@@ -66,7 +66,7 @@ def faults_of(path: str, *overrides: str) -> list[str]:
 
 
 def test_a_good_config_is_frozen_dataclasses(project):
-    config = load_config(project(), ["trainer.max_steps=1e2", "strategy=zero2", "callbacks.s={class: PKG.Stop, patience: 3}".replace("PKG", project.package)])  # fmt: skip # noqa: E501
+    config = load_config(project(), ["trainer.max_steps=1e2", "strategy=zero2", "callbacks.s={class: PKG.Stop, patience: 3}".replace("PKG", project.package)])  # fmt: skip
     assert (config.trainer.max_steps, config.trainer.world_size, config.seed) == (100, 2, 0)
     assert (config.strategy.name, config.optimizer.lr, config.schedule, config.resume) == ("zero2", 0.1, None, None)
     assert (config.module.target.__name__, dict(config.module.arguments)) == ("Model", {"width": 8})

@@ -243,7 +243,7 @@ def test_a_list_index_out_of_range_replaces_the_list_by_what_was_written(write):
 
 def test_interpolation_keeps_types_and_the_place_of_the_key(write, monkeypatch):
     monkeypatch.setenv("SHARDLIGHT_TEST_WIDTH", "64")
-    write("vars: {n: 3, block: {a: [1, 2]}}\nx: ${vars.n}\ny: ${vars.block}\nz: run-${vars.n}\nw: ${oc.env:SHARDLIGHT_TEST_WIDTH}\nl: ['${x}']\n")  # fmt: skip # noqa: E501
+    write("vars: {n: 3, block: {a: [1, 2]}}\nx: ${vars.n}\ny: ${vars.block}\nz: run-${vars.n}\nw: ${oc.env:SHARDLIGHT_TEST_WIDTH}\nl: ['${x}']\n")  # fmt: skip
     tree, faults = load_tree("config.yaml", ["vars.n=5"])
     assert faults == []
     expected = {"x": 5, "y": {"a": [1, 2]}, "z": "run-5", "w": "64", "l": [5]}

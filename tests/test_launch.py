@@ -57,7 +57,7 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
 
 def test_workers_get_torchruns_variables_and_end_with_zero(run, tmp_path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"]
-    source = f"import json\nPath = {str(tmp_path)!r}\njson.dump({{n: os.environ[n] for n in {names}}}, open(f'{{Path}}/env{{rank}}', 'w'))\nopen(os.environ['SHARDLIGHT_STORE'], 'w').write('x')\n"  # fmt: skip # noqa: E501
+    source = f"import json\nPath = {str(tmp_path)!r}\njson.dump({{n: os.environ[n] for n in {names}}}, open(f'{{Path}}/env{{rank}}', 'w'))\nopen(os.environ['SHARDLIGHT_STORE'], 'w').write('x')\n"  # fmt: skip
     assert run(source, 3)[:2] == (0, "")
     for rank in range(3):
         assert json.loads((tmp_path / f"env{rank}").read_text()) == {
@@ -243,7 +243,7 @@ def supervisor(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_forwarded_and_the_exit_code_says_so(supervisor, number):
-    process, pids = supervisor("signal.signal(NUMBER, lambda *_: os._exit(5))\nREADY\ntime.sleep(60)".replace("NUMBER", str(int(number))))  # fmt: skip # noqa: E501
+    process, pids = supervisor("signal.signal(NUMBER, lambda *_: os._exit(5))\nREADY\ntime.sleep(60)".replace("NUMBER", str(int(number))))  # fmt: skip
     process.send_signal(number)
     _, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (128 + number, f"shardlight: ended by {number.name}.\n")
