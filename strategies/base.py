@@ -1,9 +1,11 @@
 """ShardedStrategy: the one place that speaks Lightning's Strategy contract; everything it does is the engine's."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -170,6 +172,8 @@ class ShardedStrategy(Saving):
         """Shards the module once; makes the optimizers when fitting, on parameters that still have names and shapes."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        # Lightning warns that its evaluation sampler repeats samples; process_dataloader puts one in that does not.
+        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         module = self.lightning_module
         self._refuse(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -182,7 +186,8 @@ class ShardedStrategy(Saving):
             self.model_to_device()
             if fitting:
                 self.setup_optimizers(trainer)
-            group = dist.new_group(backend=self._process_group_backend) if self.world_size > 1 else None
+            limit, backend = timedelta(seconds=self.timeout_s), self._process_group_backend
+            group = dist.new_group(timeout=limit, backend=backend) if self.world_size > 1 else None
             self._engine = Engine(module, self.plan, group, self.options.reduce, self.options.units)
             _engines[module] = ref(self._engine)
         elif fitting:
