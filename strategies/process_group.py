@@ -1,5 +1,6 @@
 """Starts the process group, and says who is missing when not every rank arrives."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -47,6 +48,14 @@ def start_process_group(
         timeout=timeout,
         device_id=device if device.type != "cpu" else None,
     )
+    if backend == "gloo":
+        # gloo's threads abort the process when the interpreter ends before them.
+        atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
