@@ -5,6 +5,7 @@ torch anew: 1 s instead of 10 s. Everything but the start of the interpreter is 
 working directory, process sessions, output, signals, exit codes. Cold: the interpreter is started as well.
 """
 
+import contextlib
 import ctypes
 import multiprocessing.connection
 import os
@@ -41,6 +42,8 @@ class Outcome:
     """Standard output and error, in the order written."""
     seconds: float
     """From the start to the end."""
+    ended_s: float
+    """When it ended, in seconds since the epoch."""
     left_running: tuple[str, ...]
     """Processes it started, directly or not, that outlived it (and were ended then)."""
 
@@ -81,8 +84,8 @@ def run_command(
         output = Path(folder, "output").read_text(errors="replace")
     if isinstance(word, str):
         raise TimeoutError(f"shardlight {' '.join(map(str, arguments))}: {word}\n{output}")
-    code, seconds, left = word
-    return Outcome(code, output, seconds, tuple(left))
+    code, seconds, ended_s, left = word
+    return Outcome(code, output, seconds, ended_s, tuple(left))
 
 
 def run_together(lines: Sequence[Sequence[str]], cwd: Path, variables: Sequence[Mapping], **options) -> list[Outcome]:
@@ -121,7 +124,7 @@ def _keep(job: tuple, pipe: multiprocessing.connection.Connection) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if ended else None
         select.select([], [], [], 0.02)
-    seconds = time.monotonic() - started
+    seconds, ended_s = time.monotonic() - started, time.time()
     while _descendants() and time.monotonic() - started < seconds + ENDING_S:
         time.sleep(0.05)
     left = _descendants()
@@ -129,7 +132,7 @@ def _keep(job: tuple, pipe: multiprocessing.connection.Connection) -> None:
         for other in now:
             os.kill(other, signal.SIGKILL)
         time.sleep(0.05)
-    word = (code, seconds, list(left.values()))
+    word = (code, seconds, ended_s, list(left.values()))
     if code is None:
         word = f"still running after {timeout_s} s, with the processes {list(left.values())}"
     pipe.send_bytes(pickle.dumps(word))
@@ -161,7 +164,7 @@ def _command(arguments: list[str], cold: bool) -> None:
         os.execv(line[0], line)
     from shardlight.framework import launch
 
-    launch.subprocess = types.SimpleNamespace(Popen=ForkedPopen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    launch.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": popen})
     _main(arguments)
 
 
@@ -193,6 +196,7 @@ def _fork(body, env: Mapping[str, str], cwd: str | None = None, out: int | None 
         os.environ.update(env)
         for number in (1, 2) if out is not None else ():
             os.dup2(out, number)
+        _reset_as_exec_would()
         body()
         code = 0
     except SystemExit as end:
@@ -203,6 +207,22 @@ def _fork(body, env: Mapping[str, str], cwd: str | None = None, out: int | None 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _reset_as_exec_would() -> None:
+    """Drops what a started program would not have: the parent's signal handlers and its files."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            if number > 2 and not os.get_inheritable(number):
+                os.close(number)
+
+
+def popen(command: Sequence[str], **options):
+    """A worker is forked, with the modules it would import; any other program is started as ever."""
+    return ForkedPopen(command, **options) if "shardlight.cli" in command else subprocess.Popen(command, **options)
 
 
 class ForkedPopen:

@@ -25,12 +25,13 @@ class Fault:
         self.rank, self.step, self.how, self.where = rank, step, how, where
 
     def strike(self, place: Place, step: int, rank: int, module: LightningModule | None = None) -> None:
-        """Goes wrong if this is the place, the step and the rank.
+        """Goes wrong if this is the place, the step and the rank; leaves the time in a file `struck`.
 
         Raises: ValueError: with `how="raise"`.
         """
         if (place, step, rank) != (self.where, self.step, self.rank):
             return
+        Path("struck").write_text(repr(time.time()))
         if self.how == "raise":
             raise ValueError("boom")
         if self.how == "exit":
@@ -102,7 +103,7 @@ class FaultyData(LightningDataModule):
 
     def __init__(
         self,
-        count: int = 24,
+        count: int = 20,
         batch_size: int = 2,
         workers: int = 0,
         rank: int = 0,

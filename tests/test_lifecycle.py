@@ -1,0 +1,205 @@
+"""A rank that raises, exits, is killed or never comes ends the run soon, its own words first, and nothing is left.
+
+C005, C008, C097. Every test also checks, through `conftest.py`, that no temporary file is left.
+"""
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from command import TORCHRUN, Outcome, run_command, run_together, slurm_variables, torchrun_variables
+from harness import free_port
+
+END_S = 30.0  # between a rank's failure and the end of the run
+CONFIG = """
+module: {class: faulty.FaultyModule}
+data: {class: faulty.FaultyData}
+strategy: {name: zero3, timeout_s: 20.0}
+trainer: {accelerator: cpu, devices: 2, max_steps: 5, num_sanity_val_steps: 0, enable_progress_bar: false}
+"""
+WORDS = {"raise": "ValueError: boom", "exit": "exit code 7", "kill": "killed by signal 9 (SIGKILL)"}
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A user's project: a config and the module it names."""
+    shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def fit(project: Path, *overrides: str, **options) -> Outcome:
+    return run_command(["fit", "config.yaml", *overrides], project, **options)
+
+
+def fault(place: str, step: int, how: str, rank: int = 1) -> list[str]:
+    """The overrides that make the module go wrong."""
+    return [f"module.where={place}", f"module.step={step}", f"module.how={how}", f"module.rank={rank}"]
+
+
+def check_failed(project: Path, outcome: Outcome, within_s: float = END_S) -> None:
+    """The run failed, ended soon after the fault, and nothing runs any more."""
+    assert outcome.code not in (0, None), outcome.output
+    struck = project / "struck"
+    assert struck.exists(), outcome.output
+    assert outcome.ended_s - float(struck.read_text()) < within_s, outcome.output
+    struck.unlink()
+    assert outcome.left_running == ()
+
+
+def check_cause(project: Path, outcome: Outcome, words: str, rank: int = 1, world_size: int = 2) -> None:
+    """As `check_failed`; and the cause is the first thing said about any failure."""
+    check_failed(project, outcome)
+    said = f"rank {rank} of {world_size} failed: "
+    assert said in outcome.output, outcome.output
+    before, _, after = outcome.output.partition(said)
+    assert words in after, outcome.output
+    for other in ("Traceback", "Error"):
+        assert other not in before, outcome.output
+
+
+def check_a_run_works(project: Path, *overrides: str) -> None:
+    again = fit(project, *overrides)
+    assert again.code == 0, again.output
+    assert again.left_running == ()
+
+
+@pytest.mark.case("C008")
+@pytest.mark.parametrize(
+    "strategy,step,how",
+    [("zero3", 0, "raise"), ("zero2", 4, "raise"), ("zero1", 2, "exit"), ("ddp", 2, "kill"), ("zero3", 4, "kill")],
+)
+def test_a_rank_that_fails_in_a_training_step_ends_the_run(project, strategy, step, how):
+    outcome = fit(project, f"strategy={strategy}", *fault("training_step", step, how))
+    check_cause(project, outcome, WORDS[how])
+    assert how != "raise" or 'raise ValueError("boom")' in outcome.output  # its traceback, with the user's line
+
+
+@pytest.mark.case("C008")
+def test_after_a_failure_a_second_run_works_at_once(project):
+    check_cause(project, fit(project, *fault("training_step", 1, "kill")), WORDS["kill"])
+    check_a_run_works(project)
+
+
+@pytest.mark.case("C008")
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("step", [0, 2, 4])
+@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_every_way_to_fail_in_every_strategy(project, strategy, step, how, devices):
+    overrides = [f"strategy={strategy}", f"trainer.devices={devices}", "data.count=40"]
+    check_cause(project, fit(project, *overrides, *fault("training_step", step, how)), WORDS[how], world_size=devices)
+    check_a_run_works(project, *overrides)
+
+
+@pytest.mark.case("C008")
+def test_four_ranks_end_when_one_is_killed(project):
+    overrides = ["trainer.devices=4", "data.count=40", *fault("training_step", 2, "kill", rank=2)]
+    check_cause(project, fit(project, *overrides), WORDS["kill"], rank=2, world_size=4)
+
+
+@pytest.mark.case("C008")
+@pytest.mark.parametrize("place,how", [("validation_step", "raise"), ("validation_step", "kill"), ("setup", "raise")])
+def test_a_rank_that_fails_outside_training_ends_the_run(project, place, how):
+    check_cause(project, fit(project, *fault(place, 0, how)), WORDS[how])
+
+
+@pytest.mark.case("C008")
+@pytest.mark.parametrize(
+    "workers,how,words",
+    [
+        (0, "raise", "boom"),
+        (0, "kill", "SIGKILL"),
+        (1, "raise", "boom"),
+        (1, "exit", "DataLoader worker"),
+        (1, "kill", "DataLoader worker"),
+    ],
+)
+def test_a_loader_that_fails_ends_the_run(project, workers, how, words):
+    overrides = [f"data.workers={workers}", "data.rank=1", "data.step=2", f"data.how={how}"]
+    check_cause(project, fit(project, *overrides), words)
+
+
+@pytest.mark.case("C008")
+def test_the_first_rank_may_be_the_one_that_fails(project):
+    check_cause(project, fit(project, *fault("training_step", 2, "raise", rank=0)), WORDS["raise"], rank=0)
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout(project):
+    outcome = fit(project, "strategy.timeout_s=3", *fault("training_step", 1, "hang"))
+    check_failed(project, outcome)
+    assert "CollectiveError" in outcome.output
+
+
+@pytest.mark.case("C005")
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("how", ["save", "gather"])
+def test_a_collective_call_on_one_rank_only_is_refused(project, strategy, how):
+    overrides = [f"strategy.name={strategy}", "strategy.timeout_s=10"]
+    outcome = fit(project, *overrides, *fault("on_train_batch_end", 1, how, rank=0))
+    check_failed(project, outcome, within_s=10 + 5)
+    assert "all ranks" in outcome.output
+    assert not list(project.rglob("alone.ckpt/manifest.json")), "half a checkpoint looks complete"
+
+
+@pytest.mark.case("C097")
+@pytest.mark.parametrize("missing", [2, 3])
+def test_ranks_that_never_come_are_counted(project, missing):
+    """Of 4 ranks that torchrun's variables announce, fewer start; those that did say how many arrived."""
+    line, port = ["fit", "config.yaml", "trainer.devices=4", "strategy.timeout_s=5"], free_port()
+    places = [torchrun_variables(rank, 4, port) for rank in range(4 - missing)]
+    outcomes = run_together([line] * len(places), project, places)
+    for outcome in outcomes:
+        assert outcome.code not in (0, None)
+        assert outcome.seconds < 5 + 5, outcome.output
+        assert f"{4 - missing} of 4" in outcome.output
+        assert outcome.left_running == ()
+
+
+@pytest.mark.case("C097")
+def test_a_rank_beyond_the_world_size_is_an_error(project):
+    outcome = fit(project, variables=torchrun_variables(2, world_size=2))
+    assert outcome.code == 2 and outcome.seconds < 5
+    assert "RANK is 2" in outcome.output and "WORLD_SIZE is 2" in outcome.output
+
+
+@pytest.mark.case("C097")
+def test_another_world_size_than_the_configs_is_an_error_with_both_numbers(project):
+    outcome = fit(project, variables=torchrun_variables(0, world_size=3))
+    assert outcome.code == 2 and outcome.seconds < 5
+    assert "started 3" in outcome.output and "= 2" in outcome.output
+
+
+def test_a_slurm_job_trains(project):
+    job = random.randrange(10**6)  # the port follows from it
+    places = [slurm_variables(rank, 2, job) for rank in range(2)]
+    outcomes = run_together([["fit", "config.yaml"]] * 2, project, places)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert sum("Run folder" in outcome.output for outcome in outcomes) == 1
+
+
+def test_torchrun_trains(project):
+    outcome = run_command(
+        [*TORCHRUN, "--nproc-per-node", "2", "-m", "shardlight.cli", "fit", "config.yaml"],
+        project,
+        cold=True,
+        timeout_s=120,
+    )
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("Run folder") == 1
+    assert outcome.left_running == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_command_ends_its_workers(project, number):
+    outcome = fit(project, "trainer.max_steps=1000000", "data.count=2000", signals=[(4.0, number)])
+    assert outcome.code in (-number, 128 + number), outcome.output
+    assert outcome.seconds < END_S
+    assert outcome.left_running == ()
+
+
+def test_a_real_command_line_trains_and_a_killed_rank_ends_it(project):
+    check_cause(project, fit(project, *fault("training_step", 2, "kill"), cold=True, timeout_s=90), WORDS["kill"])
