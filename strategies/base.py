@@ -106,11 +106,9 @@ class ShardedStrategy(Saving):
         return self.engine.gradient(parameter)
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of all mean gradients of the window (0-dim, fp64), before clipping. Collective."""
+        """Returns the norm of all mean gradients as they are now (0-dim, fp64); clipping changes them. Collective."""
         self.engine.close_window()
-        if norm_type not in self.engine.window.norms:
-            self.engine.window.norms[norm_type] = self.engine.norm(norm_type=norm_type)
-        return self.engine.window.norms[norm_type]
+        return self.engine.norm(norm_type=norm_type)
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the optimizer's gradients so that their global norm is at most `max_norm`; returns the norm before."""

@@ -100,11 +100,21 @@ class Engine:
         shard_optimizer(optimizer, self.local_parameters)
 
     def norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of all final gradients (of the optimizer's parameters), 0-dim fp64, equal on all ranks."""
+        """Returns the norm of all final gradients (of the optimizer's parameters), 0-dim fp64, equal on all ranks.
+
+        The norm is taken once as long as the gradients stay as they are: logging it and clipping by it costs one.
+        """
         wanted = None if optimizer is None else self.local_parameters.numbers_of(optimizer)
-        used = [u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used)]
-        with torch.no_grad():
-            return norms.global_norm(self.buffers, used, norm_type, self.collectives)
+        used = tuple(u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used))
+        # `p.grad` is a view of these tensors and shares their version: a hook that changes it is seen.
+        versions = tuple(t._version for b in self.buffers for t in (b.grad, b.full_grad) if t is not None)
+        key = (norm_type, used, versions)
+        if key not in self.window.norms:
+            if self.plan.shard_optimizer:
+                self.agreement.meet("gradient norm")
+            with torch.no_grad():
+                self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.collectives)
+        return self.window.norms[key]
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""

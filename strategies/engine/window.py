@@ -1,6 +1,7 @@
 """One accumulation window: the loss and weight of its micro-batches, and a ledger of gradient contributions."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from shardlight.strategies.errors import GradientError
@@ -39,8 +40,8 @@ class Window:
     """By parameter number: some rank had a gradient for it."""
 
     micro_batches: int = 0
-    norms: dict[float, Tensor] = field(default_factory=dict)
-    """Norms that were computed of the final gradients, by norm type."""
+    norms: dict[Any, Tensor] = field(default_factory=dict)
+    """Norms that were taken of the final gradients, by type, parameters and versions of the gradients."""
 
     def add_loss(self, loss: Tensor, weight: float | None, factor: float | None) -> None:
         """Counts one micro-batch.
