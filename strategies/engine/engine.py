@@ -125,6 +125,7 @@ class Engine:
             with torch.no_grad():
                 for gradient in self._local_gradients(optimizer):
                     gradient.mul_(factor)
+            self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
         return total
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
@@ -133,6 +134,7 @@ class Engine:
         with torch.no_grad():
             for gradient in self._local_gradients(optimizer):
                 gradient.clamp_(-limit, limit)
+        self.window.norms.clear()
 
     def _local_gradients(self, optimizer: Optimizer) -> Iterator[Tensor]:
         numbers = self.local_parameters.numbers_of(optimizer)
