@@ -239,7 +239,7 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
 
 def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *, dry_run: bool) -> int:
     """Runs in this process: the only one, or one of those that torchrun or SLURM started."""
-    from shardlight.framework.assemble import leave_ranks, quiet, run_rank
+    from shardlight.framework.assemble import quiet, run_rank
     from shardlight.framework.world import adopt_slurm
 
     quiet()
@@ -254,7 +254,6 @@ def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *,
             # Only rank 0 writes into the run folder by itself; where all do, they are told its name by rank 0.
             run_dir = Path(config.run.dir) / str(config.run.name)
         run_rank(config, verb, run_dir, launched=world is not None, dry_run=dry_run, started=started)
-        leave_ranks()
         if first:
             _last_line(run_dir, dry_run)
     return 0
@@ -265,14 +264,13 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
     from shardlight.framework.report import mark_done, write_report
 
     try:
-        from shardlight.framework.assemble import leave_ranks, quiet, run_rank
+        from shardlight.framework.assemble import quiet, run_rank
         from shardlight.framework.config import load
 
         quiet()
         loaded = load(config, overrides, trust, verb=verb)
         run_dir, started = Path(os.environ["SHARDLIGHT_RUN_DIR"]), float(os.environ["SHARDLIGHT_STARTED"])
         run_rank(loaded.config, verb, run_dir, launched=True, dry_run=dry_run, started=started)
-        leave_ranks()
     except BaseException as error:
         write_report(error)
         if os.environ["RANK"] != "0":

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -189,9 +188,3 @@ def run_rank(
         arguments["return_predictions"] = False
     getattr(trainer, verb)(module, **arguments)
     return trainer
-
-
-def leave_ranks() -> None:
-    """Ends the process group of this process: left to the interpreter's end, its threads can abort the process."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -285,6 +285,7 @@ class _Building:
             self.checker.fault(
                 values.get("trainer") or self.tree, "trainer.max_steps is missing: set it, or trainer.max_epochs."
             )
+        self._warmup(trainer, parts["schedule"])
         module = self.classes.get("module")
         if module is None:
             return
@@ -296,6 +297,19 @@ class _Building:
         elif module.target.configure_optimizers is TrainingModule.configure_optimizers and parts["optimizer"] is None:
             text = f"optimizer is missing: {module.class_path} has no configure_optimizers of its own."
             self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
+
+    def _warmup(self, trainer: Any, schedule: Any) -> None:
+        """A schedule that falls needs room after its warmup, where the number of steps is known."""
+        if BAD in (trainer, schedule) or schedule is None or schedule.name == "constant":
+            return
+        home, steps = "schedule.total_steps", schedule.total_steps
+        if steps is None:
+            home, steps = "trainer.max_steps", trainer.max_steps
+        if steps is not None and schedule.warmup_steps >= steps:
+            text = f"schedule.warmup_steps {schedule.warmup_steps} does not fit into {home} {steps}."
+            self.checker.fault(
+                self.tree.find("schedule.warmup_steps") or self.tree, f"{text} Lower it, or train longer."
+            )
 
     def _resume(self, path: Any) -> None:
         if isinstance(path, str) and not os.path.exists(path):

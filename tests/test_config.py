@@ -293,3 +293,14 @@ def test_a_broken_value_is_reported_once(project):
     assert len(faults_of(project(GOOD + "strategy: '${vars.no}'\nmodule.class: 1\n"))) == 2
     assert len(faults_of(project(), "module.class='${vars.no}'")) == 1
     assert len(faults_of(project(), "strategy=[1", "trainer=3")) == 2
+
+
+def test_a_warmup_that_does_not_fit_is_found_before_launch(project):
+    text = GOOD + "schedule:\n  name: cosine\n  warmup_steps: 10\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(project(text))
+    assert str(caught.value) == (
+        "config.yaml:11: schedule.warmup_steps 10 does not fit into trainer.max_steps 10. Lower it, or train longer."
+    )
+    assert load_config(project(text), ["schedule.total_steps=11"]).schedule.total_steps == 11
+    assert load_config(project(text), ["schedule.name=constant"]).schedule.warmup_steps == 10
