@@ -13,6 +13,7 @@ import pytest
 
 # Variables and files that libraries leave on first use, whatever a test does. Nothing of ours belongs here.
 KEPT_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+KEPT_VARIABLES |= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
 KEPT_FILES = ("pymp-", "torchinductor_")  # multiprocessing's socket folder of this process; torch.compile's cache
 ENDING_S = 2.0  # for a process that is about to end anyway
 

@@ -114,7 +114,7 @@ def test_a_rank_that_fails_outside_training_ends_the_run(project, place, how):
         (0, "raise", "boom"),
         (0, "kill", "SIGKILL"),
         (1, "raise", "boom"),
-        (1, "exit", "DataLoader worker"),
+        pytest.param(1, "exit", "DataLoader worker", marks=pytest.mark.long),
         (1, "kill", "DataLoader worker"),
     ],
 )
@@ -181,13 +181,24 @@ def test_a_slurm_job_trains(project):
     assert sum("Run folder" in outcome.output for outcome in outcomes) == 1
 
 
+def under_torchrun(project: Path, *overrides: str) -> Outcome:
+    """Two ranks; torchrun itself leaves a folder in the temporary folder, so it gets its own."""
+    (project / "tmp").mkdir()
+    line = [*TORCHRUN, "--nproc-per-node", "2", "-m", "shardlight.cli", "fit", "config.yaml", *overrides]
+    return run_command(line, project, {"TMPDIR": str(project / "tmp")}, cold=True, timeout_s=150)
+
+
+@pytest.mark.case("C008")
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failing_rank_ends_a_run_under_torchrun(project, how):
+    outcome = under_torchrun(project, *fault("training_step", 2, how))
+    check_failed(project, outcome)
+    assert how != "raise" or "ValueError: boom" in outcome.output
+
+
 def test_torchrun_trains(project):
-    outcome = run_command(
-        [*TORCHRUN, "--nproc-per-node", "2", "-m", "shardlight.cli", "fit", "config.yaml"],
-        project,
-        cold=True,
-        timeout_s=120,
-    )
+    outcome = under_torchrun(project)
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("Run folder") == 1
     assert outcome.left_running == ()
