@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -20,6 +19,7 @@ from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.precision import sharded_precision
+from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.saving import Saving
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -184,8 +184,7 @@ class ShardedStrategy(Saving):
             self.model_to_device()
             if fitting:
                 self.setup_optimizers(trainer)
-            limit, backend = timedelta(seconds=self.timeout_s), self._process_group_backend
-            group = dist.new_group(timeout=limit, backend=backend) if self.world_size > 1 else None
+            group = engine_group(self._process_group_backend, self.timeout_s) if self.world_size > 1 else None
             self._engine = Engine(module, self.plan, group, self.options.reduce, self.options.units)
             _engines[module] = ref(self._engine)
         elif fitting:

@@ -58,6 +58,22 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
+_engine_groups: dict[tuple[str, float], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
+"""By backend and timeout: the default group it was made in, and the group."""
+
+
+def engine_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Returns a group of all ranks for the collectives of the engine alone. Collective.
+
+    One Trainer after the other uses the same: a gloo group has threads and sockets, which stay until the process ends.
+    """
+    made_in, group = _engine_groups.get((backend, timeout_s), (None, None))
+    if group is None or made_in is not dist.group.WORLD:
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=backend)
+        _engine_groups[backend, timeout_s] = dist.group.WORLD, group
+    return group
+
+
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
     path = os.environ.get(STORE_VARIABLE)
     if path:

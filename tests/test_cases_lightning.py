@@ -1,11 +1,13 @@
 """Known traps around the Trainer: evaluation counts, logging by rank, BatchNorm, files of the logger."""
 
+import shutil
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from command import run_command
 from harness import run_ranks
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
@@ -259,3 +261,29 @@ def test_one_event_file_with_synced_scalars(world_size, tmp_path):
         mean = (world_size - 1) / 2
         assert [e.value for e in read.Scalars("synced")] == pytest.approx([mean + i for i in range(4)])
         assert [e.value for e in read.Scalars("plain")] == pytest.approx([0, 1, 2, 3])
+
+
+NOISY = """
+import warnings
+import faulty
+
+class Noisy(faulty.FaultyModule):
+    def training_step(self, batch, batch_idx):
+        warnings.warn("an odd batch", stacklevel=1)
+        return super().training_step(batch, batch_idx)
+"""
+
+
+@pytest.mark.case("C098")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_warning_of_a_step_is_shown_once(world_size, tmp_path):
+    shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
+    (tmp_path / "noisy.py").write_text(NOISY)
+    (tmp_path / "config.yaml").write_text(
+        "module: {class: noisy.Noisy}\ndata: {class: faulty.FaultyData}\nstrategy: zero3\n"
+        f"trainer: {{accelerator: cpu, devices: {world_size}, max_steps: 3, enable_progress_bar: false}}\n"
+    )
+    ended = run_command(["fit", "config.yaml"], tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("UserWarning: an odd batch") == 1, ended.output
+    (events,) = tmp_path.glob("runs/**/events.out.tfevents.*")
