@@ -155,6 +155,85 @@ def test_change_between_forward_and_backward_is_detected():
     on_two_ranks(check_in_place)
 
 
+def check_two_optimizers(rank, world_size):
+    """A step of one optimizer leaves graphs over the other's parameters as they are."""
+    for plan in plans(world_size):
+        model = build(Blocks)
+        first, second = (torch.optim.SGD(model.blocks[n].parameters(), 0.1) for n in (0, 1))
+        engine = Engine(model, PLANS[plan], group(world_size))
+        engine.take_optimizer(first), engine.take_optimizer(second)
+        want = build(Blocks)
+        for ranks_x in [rows(0, r) for r in range(world_size)]:
+            (want.blocks[0](ranks_x).square().mean() / world_size).backward()
+            (want.blocks[1](ranks_x).square().mean() / world_size).backward()
+        x = rows(0, rank)
+        with engine.forward():
+            losses = [model.blocks[n](x).square().mean() for n in (0, 1)]
+        for loss, optimizer in zip(losses, (first, second), strict=True):
+            engine.backward(loss)
+            engine.step(optimizer)
+        with engine.gathered(), torch.no_grad():
+            for n in (0, 1):
+                for got, p in zip(model.blocks[n].parameters(), want.blocks[n].parameters(), strict=True):
+                    torch.testing.assert_close(got, p - 0.1 * p.grad, msg=lambda m: f"{plan}: {m}")
+
+
+def test_step_of_one_optimizer_does_not_touch_the_others_graph():
+    on_two_ranks(check_two_optimizers)
+
+
+def check_lost_change(rank, world_size):
+    model, _, engine = start("zero3", rank, world_size)
+    changes = (
+        lambda p: p.mul_(2),
+        lambda p: p.copy_(torch.ones(5)),
+        lambda p: setattr(p, "data", torch.ones(5, dtype=p.dtype)),
+    )
+    for change in changes:
+        with pytest.raises(StrategyError, match=r"'shift' was changed inside a step .*gathered"):
+            with engine.forward():
+                model(rows(0, rank))
+                with torch.no_grad():
+                    change(model.shift)
+        with engine.gathered():
+            assert model.shift.tolist() == pytest.approx(torch.linspace(0, 1, 5).tolist())
+    with engine.gathered(), torch.no_grad():
+        model.shift.mul_(2)
+    with engine.gathered():
+        assert model.shift.tolist() == pytest.approx(torch.linspace(0, 2, 5).tolist())
+
+
+def test_change_of_a_gathered_weight_in_a_step_is_not_lost_in_silence():
+    on_two_ranks(check_lost_change)
+
+
+def check_step_in_between(rank, world_size):
+    """Weights gathered before a step are not used after it; a step inside `gathered` would be lost."""
+    for plan in plans(world_size):
+        model, opt, engine = start(plan, rank, world_size)
+        want = build(Blocks)
+        opt_want = optimizer_of(want)
+        for x in [rows(0, r) for r in range(world_size)]:
+            (want(x).square().mean() / world_size).backward()
+        opt_want.step()
+        with engine.forward():  # as in manual optimization: everything inside one training_step
+            engine.backward(model(rows(0, rank)).square().mean())
+            with torch.no_grad():
+                model(rows(1, rank))
+            engine.step(opt)
+            with torch.no_grad():
+                torch.testing.assert_close(model(rows(1, rank)), want(rows(1, rank)), msg=lambda m: f"{plan}: {m}")
+            loss = model(rows(1, rank)).square().mean()
+        engine.backward(loss)
+        if plan == "zero3":
+            with pytest.raises(StrategyError, match=r"an optimizer step inside .*gathered"), engine.gathered():
+                engine.step(opt)
+
+
+def test_step_between_two_forwards():
+    on_two_ranks(check_step_in_between)
+
+
 def check_foreign_gradient(rank, world_size):
     for plan in plans(world_size):
         model, _, engine = start(plan, rank, world_size)
@@ -164,6 +243,13 @@ def check_foreign_gradient(rank, world_size):
         model.shift.grad = torch.ones(5, dtype=torch.float64)
         with pytest.raises(GradientError, match=r"'shift'\.grad was set outside of backward"):
             engine.close_window()
+
+        model, _, engine = start(plan, rank, world_size)
+        with engine.forward():
+            weighted, bare = model(rows(0, rank)).sum(), model(rows(1, rank)).sum()
+        engine.backward(weighted, weight=3.0)
+        with pytest.raises(GradientError, match="one accumulation window holds weighted and plain losses"):
+            engine.backward(bare)
 
 
 def test_gradient_set_by_hand_names_the_parameter():

@@ -87,6 +87,22 @@ class Uneven(nn.Module):
         return x @ self.skewed
 
 
+class Parametrized(nn.Module):
+    """Weights that are computed from parameters whenever they are read; a parent that owns some of them."""
+
+    def __init__(self):
+        super().__init__()
+        norms = nn.utils.parametrizations
+        self.blocks = nn.ModuleList([nn.Sequential(norms.weight_norm(nn.Linear(7, 7)), nn.Tanh()) for _ in range(2)])
+        self.outer = norms.orthogonal(nn.Linear(7, 7))
+        self.lstm = nn.LSTM(7, 7, batch_first=True)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) + F.linear(x, block[0].weight)
+        return self.outer(self.lstm(x.unsqueeze(1))[0])
+
+
 class GPT(TinyGPT):
     """TINY-GPT with frozen norms and its blocks recomputed in backward."""
 
@@ -140,6 +156,23 @@ def other_ways(model, x, step, rank):
     return [(model.head.forward(y + first[2].bias) + model.shift).square().mean()]
 
 
+def recomputed_function(model, x, step, rank):
+    """A recomputed function, not a module: it reads weights of several modules."""
+
+    def run(x):
+        return F.linear(x, model.blocks[0][0].weight, model.blocks[0][0].bias) @ model.blocks[1][2].weight.t()
+
+    y = checkpoint(run, x @ model.head.weight.t() @ model.head.weight, use_reentrant=bool(step % 2))
+    return [(model.head(y @ model.blocks[1][0].weight.t() @ model.blocks[1][0].weight) + model.shift).square().mean()]
+
+
+def frozen_by_step(model, x, step, rank):
+    """Blocks are frozen and set free between the steps."""
+    model.blocks[step % 3].requires_grad_(False)
+    model.blocks[(step + 1) % 3].requires_grad_(True)
+    return [model(x).square().mean()]
+
+
 def order_by_step(model, x, step, rank):
     """Order changes, early exit, evaluation in between, generation."""
     order = [(0, 1, 2), (2, 0), (0,), (1, 1), (0, 1, 2)][step]
@@ -176,12 +209,16 @@ USES: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
     "gradient penalty on the weights": (Blocks, weight_penalty),
     "weights outside their module's forward": (Blocks, other_ways),
     "order differs by rank": (Blocks, order_by_rank),
+    "parametrized weights": (Parametrized, square),
+    "a recomputed function": (Blocks, recomputed_function),
+    "frozen and set free": (Blocks, frozen_by_step),
 }
 
 
 def check_uses(rank, world_size, names):
     for name in names:
-        check_all_plans(*USES[name], rank, world_size, name)
+        options = ({"reduce": "micro_batch"}, {"reduce": "window"}) if world_size == 2 else ({},)
+        check_all_plans(*USES[name], rank, world_size, name, options=options)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

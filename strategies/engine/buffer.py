@@ -53,6 +53,7 @@ class FlatBuffer:
             view.copy_(parameter.data)
             parameter.data = view
             parameter._shardlight_owner = owner
+        self._versions: list[int] = [p._version for p in self.params]
         collectives.broadcast(self.full, f"start weights of {name}")
         self.shard: Tensor = self.full[self._own].clone() if plan.shard_parameters else self.full[self._own]
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
@@ -81,7 +82,18 @@ class FlatBuffer:
         for parameter, view in zip(self.params, self.views, strict=True):
             mark_gathered(parameter)
             parameter.data = view
+        self._note_versions()
         self.gathered = True
+
+    def _note_versions(self) -> None:
+        self._versions = [p._version for p in self.params]
+
+    def changed(self) -> list[str]:
+        """Returns the names of parameters that were written in place, or given other data, since they were gathered."""
+        if not self.gathered:
+            return []
+        held = zip(self.layout.slots, self.params, self.views, self._versions, strict=True)
+        return [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
 
     def release(self) -> None:
         """Empties `full`; every parameter becomes a NaN of its full shape. Only where parameters are sharded."""
@@ -101,7 +113,12 @@ class FlatBuffer:
     def write_back(self) -> None:
         """Takes changes made to the gathered parameters into this rank's shard."""
         if self.gathered:
+            for parameter, view in zip(self.params, self.views, strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.data)
+                    parameter.data = view
             self.shard.copy_(self.full[self._own])
+            self._note_versions()
 
     def references(self) -> int:
         """Returns how many tensors share the storage of `full`; see [Note: outside views]."""

@@ -150,6 +150,7 @@ class Engine:
         Returns: False: no rank had any weight in this window (no valid token), and nothing was changed.
         """
         self.close_window()
+        self.weights.release_for_step()
         if not self.window.total_weight:
             self.open_window()
             return False
@@ -164,7 +165,7 @@ class Engine:
                     buffer.publish()
         # Tells autograd that the weights changed: a backward through an older forward is an error, as it always is.
         if self.plan.shard_optimizer:
-            torch.autograd.graph.increment_version(tuple(self.table.parameters))
+            torch.autograd.graph.increment_version(tuple(used))
         self.window.stepped = True
         return True
 

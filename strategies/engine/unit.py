@@ -91,9 +91,11 @@ class Unit:
         return False
 
     def release(self, force: bool = False) -> None:
-        """Frees the full weights unless the unit is in use; with `force`, a view that is still about is an error.
+        """Frees the full weights unless the unit is in use.
 
-        Raises: StrategyError: an outside view is about and `force` is given.
+        A view that is still about, or a change that would be lost, keeps it gathered; with `force` it is an error.
+
+        Raises: StrategyError: an outside view is about, or a weight was changed, and `force` is given.
         """
         if self.pinned or self.depth or not any(b.gathered for b in self.buffers):
             return
@@ -104,5 +106,13 @@ class Unit:
                     "a cached slice). Sharded weights are freed then: keep a copy instead (`weight[...].clone()`)."
                 )
             return
+        changed = [name for b in self.buffers for name in b.changed()]
+        if changed and not force:
+            return
         for buffer in self.buffers:
             buffer.release()
+        if changed:
+            raise StrategyError(
+                f"'{changed[0]}' was changed inside a step (in place, or its `data` was set). Weights are sharded, and "
+                "the change is lost: make it after the step under `with strategy.gathered(module):`, on every rank."
+            )

@@ -122,6 +122,19 @@ class Weights:
                 unit.depth = 0
             unit.release(force and self.running == 0)
 
+    def release_for_step(self) -> None:
+        """Before an optimizer changes the shards: nobody may go on with weights from before.
+
+        Raises: StrategyError: weights are held by `gathered`, by a view, or were changed.
+        """
+        if self.table.plan.shard_parameters:
+            for unit in self.table.units:
+                if unit.pinned:
+                    raise StrategyError(
+                        "an optimizer step inside `with strategy.gathered(...)`: leave the context first."
+                    )
+                unit.release(force=True)
+
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
         """Full weights of `module` (default: the whole model) on every rank, inside the context. Collective.
