@@ -111,6 +111,44 @@ def test_token_weights_do_not_depend_on_the_layout(world_size, tmp_path):
     run_ranks(check_weighting, world_size, init=False, folder=str(tmp_path))
 
 
+class Reading(Scalar):
+    """Reads final gradients in both hooks, and doubles them where they are its own to change."""
+
+    def on_after_backward(self):
+        self.gradients.append(self.trainer.strategy.gradient(self.w).item())
+        self.losses.append(None if self.w.grad is None else self.w.grad.item())
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.w.grad is not None:
+            self.w.grad.mul_(2)
+
+
+def check_hooks(rank, world_size, folder):
+    for strategy in strategies(world_size):
+        module = Reading(by_step)
+        make_trainer(strategy, world_size, folder).fit(module, batches([A, B][rank]))
+        shown = strategy in ("single", "ddp", "zero1")
+        assert module.gradients == [-2.0] and module.losses == ([-2.0] if shown else [None]), strategy
+        assert module.weight() == pytest.approx(0.4 if shown else 0.2), strategy
+
+
+def test_gradients_are_final_in_the_hooks(tmp_path):
+    run_ranks(check_hooks, 2, init=False, folder=str(tmp_path))
+
+
+def check_no_tokens(rank, world_size, folder):
+    for strategy in strategies(world_size):
+        module = Scalar(by_token)
+        trainer = make_trainer(strategy, world_size, folder)
+        trainer.fit(module, batches(NONE, tokens(1 + rank, 1.0), NONE))
+        assert trainer.strategy.skipped_steps == 2 and module.weight() == pytest.approx(0.1), strategy
+
+
+@pytest.mark.case("C004")
+def test_window_without_tokens_changes_nothing(tmp_path):
+    run_ranks(check_no_tokens, 2, init=False, folder=str(tmp_path))
+
+
 # --- C010, C031: gradient 1 from each batch
 
 
@@ -222,47 +260,3 @@ def test_trainer_precision_holds_for_a_strategy_object(precision, dtype, tmp_pat
         trainer = make_trainer(strategy, 1, str(tmp_path), precision=precision)
         assert trainer.precision == precision
         assert trainer.precision_plugin.convert_module(nn.Linear(2, 2)).weight.dtype == dtype
-
-
-# --- C083: manual optimization, with and without the sync of each backward
-
-
-class Manual(Scalar):
-    def __init__(self, pattern):
-        super().__init__(None)
-        self.automatic_optimization = False
-        self.pattern = pattern
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        for number, sync in enumerate(self.pattern):
-            loss = self.w * (number + 1) * (1 + self.trainer.global_rank) + self.w**2
-            if sync:
-                self.manual_backward(loss / 4)
-            else:
-                with self.trainer.strategy.block_backward_sync():
-                    self.manual_backward(loss / 4)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def check_manual(rank, world_size, folder):
-    for strategy in strategies(world_size):
-        for pattern in ((1, 0, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1)):
-            for reduce in ("micro_batch", "window"):
-                module = Manual(pattern)
-                trainer = make_trainer(STRATEGIES[strategy](reduce=reduce), world_size, folder)
-                trainer.fit(module, batches(*[tokens(1, 0.0)] * 3))
-                # Mean slope over 4 micro-batches and ranks at w: 2.5 * 1.5 + 2 w.
-                w = 0.0
-                for _ in range(3):
-                    w -= 0.1 * (2.5 * (1 + world_size) / 2 + 2 * w)
-                assert module.weight() == pytest.approx(w, abs=1e-12), f"{strategy} {pattern} {reduce}"
-                calls = trainer.strategy.engine.collectives.calls["reduce_scatter"]
-                expected = 3 * (4 if reduce == "micro_batch" else 1) if world_size > 1 else 0
-                assert calls == expected, f"{strategy} {pattern} {reduce}"
-
-
-@pytest.mark.case("C083")
-def test_gradients_do_not_depend_on_which_backward_synchronises(tmp_path):
-    run_ranks(check_manual, 2, init=False, folder=str(tmp_path))
