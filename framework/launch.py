@@ -311,7 +311,7 @@ def run_workers(
     expect_done: bool = False,
     settle_s: float = 1.0,
     grace_s: float = 5.0,
-    stop_s: float = 20.0,
+    stop_s: float = 60.0,
     terse: tuple[str, ...] = (),
     err: TextIO | None = None,
 ) -> int:

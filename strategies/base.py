@@ -21,6 +21,7 @@ from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, c
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.saving import Saving
+from shardlight.strategies.sigterm import GracefulStop
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -70,6 +71,7 @@ class ShardedStrategy(Saving):
         self._engine: Engine | None = None
         self._weight: float | None = None
         self._blocked = False
+        self._graceful_stop: GracefulStop | None = None
         self._reader: CheckpointReader | None = None
         self._restore_random: Callable[[], None] | None = None
 
@@ -210,6 +212,11 @@ class ShardedStrategy(Saving):
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
+    def on_train_start(self) -> None:
+        """Takes over SIGTERM, now that Lightning's handlers are registered."""
+        assert self.lightning_module is not None
+        self._graceful_stop = GracefulStop(self.lightning_module.trainer, self.engine)
+
     # --- a step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +264,8 @@ class ShardedStrategy(Saving):
         self.precision_plugin._after_closure(module, optimizer)
         if not self.engine.step(optimizer):
             self.skipped_steps += 1
+        if self._graceful_stop is not None:
+            self._graceful_stop.after_step()
         return result
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

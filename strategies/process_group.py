@@ -101,9 +101,14 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout_s: floa
     keys = [f"arrived/{attempt}/{r}" for r in range(world_size)]
     store.set(keys[rank], "1")
     deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+    missing = list(range(world_size))
+    while missing:
+        try:
+            missing = [r for r in missing if not store.check([keys[r]])]
+        except dist.DistError:
+            # Rank 0 holds the store, and has given up a moment before this rank.
+            deadline = 0.0
+        if missing and time.monotonic() > deadline:
             raise LaunchError(
                 f"{world_size - len(missing)} of {world_size} ranks arrived within {timeout_s:g} s; missing: "
                 f"{', '.join(map(str, missing))}. Start all {world_size}, or correct WORLD_SIZE."

@@ -204,12 +204,24 @@ def test_torchrun_trains(project):
     assert outcome.left_running == ()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_command_ends_its_workers(project, number):
     outcome = fit(project, "trainer.max_steps=1000000", "data.count=2000", signals=[(4.0, number)])
     assert outcome.code in (-number, 128 + number), outcome.output
     assert outcome.seconds < END_S
     assert outcome.left_running == ()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sigterm_finishes_the_step_saves_and_ends_well(project, devices):
+    options = (f"trainer.devices={devices}", "trainer.accumulate_grad_batches=3", "checkpoint.save_top_k=1")
+    outcome = fit(project, "trainer.max_steps=1000000", "data.count=2000", *options, signals=[(4.0, signal.SIGTERM)])
+    assert outcome.code == 0, outcome.output
+    assert outcome.left_running == () and outcome.seconds < END_S
+    (saved,) = (p for p in project.rglob("step-*") if (p / "manifest.json").exists())
+    assert int(saved.name.removeprefix("step-")) > 0
+    again = fit(project, f"trainer.max_steps={int(saved.name.removeprefix('step-')) + 1}", *options, f"resume={saved}")
+    assert again.code == 0, again.output
 
 
 def test_a_real_command_line_trains_and_a_killed_rank_ends_it(project):
