@@ -81,7 +81,7 @@ class Sizes(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(3, 1, bias=False) for _ in range(2)]) if own_units else None
 
     def forward(self):
-        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+        x = torch.linspace(-1, 1, 12, dtype=self.one.dtype).view(2, 6)
         y = self.wide(x)
         y = y + sum(block(y) for block in self.blocks) if self.blocks is not None else y
         y = torch.cat([y, self.empty(x)], dim=1) * self.scalar + self.one
