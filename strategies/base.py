@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
@@ -41,6 +41,10 @@ class EngineOptions:
     """Class names of modules that are gathered and reduced as one unit each. Empty: the blocks of the model's repeated
     block lists."""
 
+    recompute: Literal["no", "blocks"] = "no"
+    """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
+    forward."""
+
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
@@ -54,17 +58,26 @@ class ShardedStrategy(Saving):
     plan: ClassVar[StatePlan]
     Options: ClassVar[type[EngineOptions]] = EngineOptions
 
-    def __init__(self, *, reduce: Reduce | None = None, units: tuple[str, ...] = (), timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        reduce: Reduce | None = None,
+        units: tuple[str, ...] = (),
+        recompute: Literal["no", "blocks"] = "no",
+        timeout_s: float = 600.0,
+    ) -> None:
         if reduce not in (None, "micro_batch", "window"):
             raise StrategyError(
                 f"reduce={reduce!r} is not an option of {self.plan.name}: use 'micro_batch' or 'window'."
             )
+        if recompute not in ("no", "blocks"):
+            raise StrategyError(f"recompute={recompute!r} is not an option of {self.plan.name}: use 'no' or 'blocks'.")
         if not timeout_s > 0:
             raise StrategyError(f"timeout_s={timeout_s!r} must be above 0 seconds.")
         if isinstance(units, str):
             raise StrategyError(f"units={units!r} must be a list of class names.")
         super().__init__()
-        self.options = self.Options(reduce=reduce, units=tuple(units), timeout_s=float(timeout_s))
+        self.options = self.Options(reduce=reduce, units=tuple(units), recompute=recompute, timeout_s=float(timeout_s))
         self.timeout_s = self.options.timeout_s
         self.skipped_steps = 0
         """Windows without any weight (no valid token), in which nothing was updated."""
@@ -187,7 +200,9 @@ class ShardedStrategy(Saving):
             if fitting:
                 self.setup_optimizers(trainer)
             group = engine_group(self._process_group_backend, self.timeout_s) if self.world_size > 1 else None
-            self._engine = Engine(module, self.plan, group, self.options.reduce, self.options.units)
+            self._engine = Engine(
+                module, self.plan, group, self.options.reduce, self.options.units, self.options.recompute == "blocks"
+            )
             _engines[module] = ref(self._engine)
         elif fitting:
             self._reset_optimizers_and_schedulers()

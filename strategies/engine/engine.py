@@ -25,6 +25,7 @@ from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimi
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
+from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
 from shardlight.strategies.engine.window import Window
@@ -41,6 +42,7 @@ class Engine:
         group: process group of the data-parallel ranks; None: one process.
         reduce: overrides the plan's default.
         unit_classes: see find_units.
+        recompute_blocks: blocks keep only their inputs, and run again in backward.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         reduce: Reduce | None = None,
         unit_classes: Sequence[str] = (),
+        recompute_blocks: bool = False,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -60,6 +63,8 @@ class Engine:
             self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.collectives, self)
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
+        blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
+        self._undo_transforms = recompute(blocks if recompute_blocks else [], self.weights.saving)
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table.place, plan)
         # The parts' own calls, which are this class's interface as well.
@@ -199,6 +204,7 @@ class Engine:
         """Takes the engine off its model, which is left with full plain weights. Collective."""
         with self.gathered(), torch.no_grad():
             whole = [p.data.clone() for p in self.table.parameters]
+        self._undo_transforms()
         for handle in (*self.weights.handles, *self.gradients.handles):
             handle.remove()
         for parameter, data in zip(self.table.parameters, whole, strict=True):

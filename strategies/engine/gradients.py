@@ -59,7 +59,7 @@ class Gradients:
                 unit.fired.clear()
                 if self.table.reduce == "micro_batch":
                     self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
-                if self.table.plan.shard_parameters:
+                if self.table.plan.shard_parameters and not (unit.careful and unit.frozen):
                     unit.release()
 
         return arrived

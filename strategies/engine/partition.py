@@ -22,6 +22,8 @@ class UnitSpec:
     roots: list[nn.Module] = field(default_factory=list)
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     keep: bool = False
+    block: bool = False
+    """One of the model's blocks, and not one of the modules around them."""
 
 
 def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSpec]:
@@ -39,7 +41,7 @@ def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSp
     taken: set[int] = set()
     units: list[UnitSpec] = []
     for name, block in blocks:
-        unit = UnitSpec(name, [block])
+        unit = UnitSpec(name, [block], block=True)
         for inner, parameter in block.named_parameters():
             _take(unit, f"{name}.{inner}" if name else inner, parameter, taken)
         units.append(unit)

@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
@@ -55,6 +57,12 @@ class Unit:
         """Parameters whose gradient arrived since the unit was last reduced."""
         self.expected = 0
         """How many parameters are trainable."""
+        self.frozen = False
+        """Whether some parameters are not trainable."""
+        self.careful = False
+        """A recomputation that we do not see into may still need frozen weights: see [Note: recomputation]."""
+        self.saving: list[AbstractContextManager[Any]] = []
+        """One per running forward: how autograd saves tensors in it."""
         self._own_references = sum(b.references() for b in buffers)
 
     @property
@@ -65,7 +73,8 @@ class Unit:
     def refresh(self) -> None:
         """Takes note of which parameters are trainable now (`requires_grad` may change between steps)."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.expected = sum(p.requires_grad for b in self.buffers for p in b.params)
+            trainable = [p.requires_grad for b in self.buffers for p in b.params]
+        self.expected, self.frozen = sum(trainable), not all(trainable)
 
     def gather(self) -> None:
         """Collective; see FlatBuffer.gather."""
@@ -109,6 +118,7 @@ class Unit:
         changed = [name for b in self.buffers for name in b.changed()]
         if changed and not force:
             return
+        self.careful = False
         for buffer in self.buffers:
             buffer.release()
         if changed:

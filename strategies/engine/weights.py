@@ -1,7 +1,7 @@
 """When a unit's weights are gathered and released: around its modules' forward, and when autograd asks for them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Weights:
                 return
             unit.depth += 1
             self.gather(unit)
+            saving = self.saving()
+            saving.__enter__()
+            unit.saving.append(saving)
             if torch.is_grad_enabled() and not _in_backward() and not unit.expected:
                 for tensor in _tensors(args):
                     if tensor.requires_grad:
@@ -47,14 +50,18 @@ class Weights:
                         tensor.register_hook(lambda _: unit.release())
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            unit.depth = max(0, unit.depth - 1)
+            if not unit.saving:
+                return
+            unit.saving.pop().__exit__(None, None, None)
+            unit.depth -= 1
             # In backward this is a recomputation: the unit is needed until its gradients have arrived.
             if self.running and not unit.keep and not _in_backward():
                 unit.release()
 
         for root in spec.roots:
             self.handles.append(root.register_forward_pre_hook(before, prepend=True))
-            self.handles.append(root.register_forward_hook(after))
+            # Always: a recomputation ends its forward with an exception once it has what it needs.
+            self.handles.append(root.register_forward_hook(after, always_call=True))
 
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Called when a released parameter's values are used; see [Note: released parameters].
@@ -68,6 +75,8 @@ class Weights:
                 f"outside a training or evaluation step, by '{operation}': do this under "
                 "`with strategy.gathered(module):`, on every rank."
             )
+        if _in_backward() and not self._ours_on_top():
+            unit.careful = True
         self.gather(unit)
 
     def gather(self, unit: Unit) -> None:
@@ -97,6 +106,24 @@ class Weights:
             )
         return tensor
 
+    def _ours_on_top(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is None or getattr(top[0], "__self__", None) is self or isinstance(top[0], _PackBoth)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context inside which autograd saves weights our way, whatever else saves tensors around it.
+
+        [Note: recomputation] Only the innermost pair of saved-tensor hooks is used. Non-reentrant checkpointing brings
+        its own and keeps what a recomputation saves by itself, a frozen weight as the very parameter: released by then,
+        it would be a NaN. So a unit's forward puts a pair inside that keeps weights, and hands on everything else.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or not self.table.plan.shard_parameters or self._ours_on_top():
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(
+            _PackBoth(self._pack, top[0]), _unpack_both(self._unpack, top[1])
+        )
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around every use of the model: weights are gathered as they are used, and released at the end."""
@@ -120,6 +147,7 @@ class Weights:
         for unit in self.table.units:
             if self.running == 0:
                 unit.depth = 0
+                unit.saving.clear()
             unit.release(force and self.running == 0)
 
     def release_for_step(self) -> None:
@@ -158,6 +186,22 @@ class Weights:
                     if self.table.plan.shard_parameters:
                         unit.write_back()
                         unit.release(force=self.running == 0)
+
+
+class _PackBoth:
+    """Keeps weights by our hook, and everything else by the one around it."""
+
+    def __init__(self, ours: Callable[[Tensor], Any], outer: Callable[[Tensor], Any]) -> None:
+        self._ours = ours
+        self._outer = outer
+
+    def __call__(self, tensor: Tensor) -> Any:
+        packed = self._ours(tensor)
+        return packed if isinstance(packed, SavedWeight) else (self._outer(tensor),)
+
+
+def _unpack_both(ours: Callable[[Any], Tensor], outer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    return lambda packed: ours(packed) if isinstance(packed, SavedWeight) else outer(packed[0])
 
 
 def _in_backward() -> bool:
