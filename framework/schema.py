@@ -55,8 +55,9 @@ class TrainerConfig:
     """Optimizer steps after which training ends. One of max_steps and max_epochs must be set."""
     max_epochs: int | None = None
     """Passes over the training data after which training ends."""
-    precision: Literal["32-true", "64-true"] = "32-true"
-    """Type of parameters and arithmetic: 32-true or 64-true."""
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
+    """Type of parameters and arithmetic. bf16-mixed: parameters and optimizer in fp32, matrix products in bf16.
+    bf16-true: everything in bf16, the optimizer too (there are no fp32 master weights)."""
     accumulate_grad_batches: int | None = None
     """Micro-batches per optimizer step on each rank. Unset: from global_batch_size, else 1."""
     global_batch_size: int | None = None

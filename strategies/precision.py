@@ -2,12 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from shardlight.strategies.errors import StrategyError
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from shardlight.strategies.base import ShardedStrategy
+
+_AVAILABLE: dict[type[Precision], str] = {
+    Precision: "32-true",
+    DoublePrecision: "64-true",
+    MixedPrecision: "bf16-mixed",
+    HalfPrecision: "bf16-true",
+}
 
 
 class ShardedPrecision(Precision):
@@ -30,12 +37,12 @@ def sharded_precision(plugin: Precision, strategy: "ShardedStrategy") -> Precisi
     Raises: StrategyError: a precision that the sharding engine does not have.
     """
     kind = type(plugin)
-    if kind not in (Precision, DoublePrecision) and not isinstance(plugin, ShardedPrecision):
-        raise StrategyError(
-            f"trainer.precision={plugin.precision!r} is not available under {strategy.plan.name}: "
-            "use '32-true' or '64-true'."
-        )
     if not isinstance(plugin, ShardedPrecision):
+        if kind not in _AVAILABLE or plugin.precision not in _AVAILABLE.values():
+            raise StrategyError(
+                f"trainer.precision={plugin.precision!r} is not available under {strategy.plan.name}: use one of "
+                f"{', '.join(repr(p) for p in _AVAILABLE.values())}."
+            )
         plugin.__class__ = type(f"Sharded{kind.__name__}", (ShardedPrecision, kind), {})
     plugin._strategy = strategy
     return plugin
