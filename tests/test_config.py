@@ -166,7 +166,7 @@ def test_the_global_batch_needs_a_batch_size(project):
 @pytest.mark.case("C023")
 def test_no_key_is_dropped_in_silence(project):
     text = GOOD + "  gradient_cliping: 1.0\n  reduce: window\nstrategy: {name: zero3, overlap_com: true}\n"
-    options = "reduce, timeout_s, units"
+    options = "recompute, reduce, timeout_s, units"
     assert faults_of(project(text), "+strategy.stagee=3", "optimiser.lr=1") == [
         "config.yaml:9: trainer.gradient_cliping is not a key of trainer. Did you mean 'gradient_clip_val'?",
         "config.yaml:10: trainer.reduce is an option of strategy zero3, not of trainer: move it to strategy.reduce.",
