@@ -1,11 +1,13 @@
 """Ranks that need different collectives, or none, never hang; ranks at different points learn it at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
 from shardlight.strategies.engine.agreement import Agreement
-from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.collectives import Collectives, all_gather_flat, newest
 from shardlight.strategies.errors import CollectiveError
 
 
@@ -69,6 +71,14 @@ def moves(rank, world_size, dtype):
 def test_collectives_move_and_count(world_size):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         run_ranks(moves, world_size, dtype=dtype)
+
+
+def test_the_newest_name_of_a_function_is_used():
+    both, old = SimpleNamespace(new="n", old="o", __name__="m"), SimpleNamespace(old="o", __name__="m")
+    assert newest(both, "new", "old") == "n" and newest(old, "new", "old") == "o"
+    with pytest.raises(AttributeError, match="has none of new, other in m"):
+        newest(old, "new", "other")
+    assert all_gather_flat is newest(dist, "all_gather_single", "all_gather_into_tensor")
 
 
 def peer_dies(rank, world_size):

@@ -11,8 +11,20 @@ from shardlight.ops.sums import real_view, sum_in_rank_order
 from shardlight.strategies.errors import CollectiveError
 from torch import Tensor
 
+
+def newest(module: Any, *names: str) -> Callable[..., Any]:
+    """Returns the first function of these names that `module` has: newest name first.
+
+    Raises: AttributeError: it has none of them.
+    """
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"torch {torch.__version__} has none of {', '.join(names)} in {module.__name__}")
+
+
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only the old one.
-all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = newest(dist, "all_gather_single", "all_gather_into_tensor")
 
 
 class Collectives:
