@@ -27,6 +27,9 @@ from pathlib import Path
 GRACE_S = 1.0  # after the first failure, so that other ranks can report too
 EXIT_S = 10.0  # between a rank's report and its end
 STACK_S = 2.0  # for a stuck rank to write its stack
+# Asks for a stack. One without a name: the Trainer's teardown puts back the handlers of all named signals as it knew
+# them, and it does not know of faulthandler's.
+STACK_SIGNAL = signal.SIGRTMIN + 1 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 # Everything else that warns inside a rank fails its test. Each line: why the warning is no fault of ours.
 HARMLESS_WARNINGS = (
@@ -163,7 +166,7 @@ def _word(pipe, process, stack_file: str) -> tuple[object, str] | None:
 
 def _stack(process, path: str) -> str:
     """Asks a stuck rank for its Python stack (all threads, innermost call first)."""
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, STACK_SIGNAL)
     deadline, text = time.monotonic() + STACK_S, ""
     while time.monotonic() < deadline:
         time.sleep(0.1)
@@ -191,10 +194,11 @@ def _rank(body, rank: int, world_size: int, settings: dict, kwargs: dict, pipe) 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed pytest
     stack_file = open(f"{settings['folder']}/stack{rank}", "w")  # noqa: SIM115 (open for the life of the rank)
     faulthandler.enable(file=stack_file)
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
     os.environ.clear()
     os.environ.update(settings["variables"])
     torch.set_num_threads(settings["threads"])
+    os.environ["OMP_NUM_THREADS"] = str(settings["threads"])  # else Lightning takes all cores, for each rank alone
     torch.manual_seed(0)
     warnings.resetwarnings()
     warnings.simplefilter("error")
