@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import Reduce, StatePlan
-from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.engine.window import StepResult
+from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.saving import Saving
+from shardlight.strategies.schedules import hold_when_skipped
 from shardlight.strategies.sigterm import GracefulStop
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,6 +48,9 @@ class EngineOptions:
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
     forward."""
 
+    max_not_finite_steps: int = 10
+    """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error."""
+
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
@@ -64,6 +70,7 @@ class ShardedStrategy(Saving):
         reduce: Reduce | None = None,
         units: tuple[str, ...] = (),
         recompute: Literal["no", "blocks"] = "no",
+        max_not_finite_steps: int = 10,
         timeout_s: float = 600.0,
     ) -> None:
         if reduce not in (None, "micro_batch", "window"):
@@ -72,15 +79,28 @@ class ShardedStrategy(Saving):
             )
         if recompute not in ("no", "blocks"):
             raise StrategyError(f"recompute={recompute!r} is not an option of {self.plan.name}: use 'no' or 'blocks'.")
+        if max_not_finite_steps < 1:
+            raise StrategyError(f"max_not_finite_steps={max_not_finite_steps!r} must be at least 1.")
         if not timeout_s > 0:
             raise StrategyError(f"timeout_s={timeout_s!r} must be above 0 seconds.")
         if isinstance(units, str):
             raise StrategyError(f"units={units!r} must be a list of class names.")
         super().__init__()
-        self.options = self.Options(reduce=reduce, units=tuple(units), recompute=recompute, timeout_s=float(timeout_s))
+        self.options = self.Options(
+            reduce=reduce,
+            units=tuple(units),
+            recompute=recompute,
+            max_not_finite_steps=max_not_finite_steps,
+            timeout_s=float(timeout_s),
+        )
         self.timeout_s = self.options.timeout_s
         self.skipped_steps = 0
         """Windows without any weight (no valid token), in which nothing was updated."""
+        self.not_finite_steps = 0
+        """Steps that were skipped because a gradient was inf or NaN on some rank."""
+        self.last_step_skipped = False
+        """The last optimizer step changed nothing; schedules that count steps stand still."""
+        self._not_finite_in_a_row = 0
         self._engine: Engine | None = None
         self._weight: float | None = None
         self._blocked = False
@@ -211,6 +231,9 @@ class ShardedStrategy(Saving):
             self._reset_optimizers_and_schedulers()
         for optimizer in self.optimizers:
             self.engine.take_optimizer(optimizer)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                hold_when_skipped(config.scheduler, self)
         self.setup_precision_plugin()
 
     def _refuse(self, trainer: pl.Trainer) -> None:
@@ -277,11 +300,28 @@ class ShardedStrategy(Saving):
         result = closure()
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
-        if not self.engine.step(optimizer):
-            self.skipped_steps += 1
+        self._note_step(self.engine.step(optimizer))
         if self._graceful_stop is not None:
             self._graceful_stop.after_step()
         return result
+
+    def _note_step(self, result: StepResult) -> None:
+        self.last_step_skipped = result is not StepResult.STEPPED
+        if result is StepResult.NO_WEIGHT:
+            self.skipped_steps += 1
+        if result is not StepResult.NOT_FINITE:
+            self._not_finite_in_a_row = 0
+            return
+        self.not_finite_steps += 1
+        self._not_finite_in_a_row += 1
+        names = self.engine.window.not_finite
+        which = ", ".join(f"'{n}'" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        if self._not_finite_in_a_row >= self.options.max_not_finite_steps:
+            raise GradientError(
+                f"the gradients of {which} were inf or NaN in {self._not_finite_in_a_row} steps in a row: lower the "
+                "learning rate, clip gradients, or look at the data (trainer.detect_anomaly names the operation)."
+            )
+        rank_zero_warn(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.")
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Lightning evaluates under inference_mode, whose tensors training cannot use afterwards.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.engine.window import StepResult
 from torch import Tensor, nn
 
 Losses = Callable[[nn.Module, Tensor, int, int], Sequence[Tensor]]
@@ -89,7 +90,7 @@ def sharded(
         engine.close_window()
         out.norms.append(float(engine.norm(opt)))
         out.losses.append(engine.window.mean_loss)
-        assert engine.step(opt)
+        assert engine.step(opt) is StepResult.STEPPED
         check_released(engine)
         out.calls.append(engine.collectives.calls - before)
     with engine.gathered():

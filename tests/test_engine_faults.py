@@ -8,6 +8,7 @@ from harness import run_ranks
 from loops import build, check_released, group, optimizer_of, plans, rows
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import CollectiveError, GradientError, StrategyError
 from test_engine_uses import Blocks
 from torch import nn
@@ -146,7 +147,7 @@ def check_in_place(rank, world_size):
         with engine.forward():
             early, loss = model(x).square().sum(), model(x).sum()
         engine.backward(loss)
-        assert engine.step(opt)
+        assert engine.step(opt) is StepResult.STEPPED
         with pytest.raises((RuntimeError, GradientError), match=r"in.?place"):
             engine.backward(early)
 

@@ -7,6 +7,7 @@ from harness import run_ranks
 from models import MODELS, OPTIMIZERS, make, reference, windows
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.engine.window import StepResult
 
 STEPS = 10
 
@@ -26,7 +27,7 @@ def train(name, plan, reduce, accumulate, clip, optimizer, dtype, rank, world, s
         engine.close_window()
         norms.append(float(engine.clip(opt, clip) if clip else engine.norm(opt)))
         losses.append(engine.window.mean_loss)
-        assert engine.step(opt)
+        assert engine.step(opt) is StepResult.STEPPED
         if PLANS[plan].shard_parameters:
             assert not any(b.gathered or b.full.untyped_storage().nbytes() for b in engine.buffers)
     with engine.gathered():

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from shardlight.ops.sums import real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
@@ -28,7 +29,7 @@ from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
-from shardlight.strategies.engine.window import Window
+from shardlight.strategies.engine.window import StepResult, Window
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -149,17 +150,38 @@ class Engine:
                 if gradient is not None:
                     yield gradient
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
+        """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
+        flats = [b.full_grad if not self.plan.shard_optimizer else b.grad for b in self.buffers if b.reduced]
+        finite = all(bool(torch.isfinite(torch.stack(real_view(f).aminmax())).all()) for f in flats if f is not None)
+        self.agreement.meet("finite gradients")
+        row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
+        if self.collectives.gather_small(row, "finite gradients").all():
+            return []
+        mine = []
+        for number in sorted(numbers):
+            gradient = self.local_parameters.gradient(self.table.parameters[number])
+            if self.window.used[number] and gradient is not None and not torch.isfinite(gradient).all():
+                mine.append(self.table.names[number])
+        everyone = self.collectives.gather_objects(mine, "finite gradients")
+        return list(dict.fromkeys(name for names in everyone for name in names))
+
+    def step(self, optimizer: Optimizer) -> StepResult:
         """Steps the optimizer on this rank's parts and makes the new weights everyone's. Collective.
 
-        Returns: False: no rank had any weight in this window (no valid token), and nothing was changed.
+        Without any weight in the window, or with a gradient that is not finite on some rank, no rank changes anything.
         """
         self.close_window()
         self.weights.release_for_step()
         if not self.window.total_weight:
             self.open_window()
-            return False
+            return StepResult.NO_WEIGHT
         numbers = self.local_parameters.numbers_of(optimizer)
+        with torch.no_grad():
+            self.window.not_finite = self._find_not_finite(numbers)
+        if self.window.not_finite:
+            self.window.stepped = True
+            return StepResult.NOT_FINITE
         used = [self.table.parameters[n] for n in sorted(numbers) if self.window.used[n]]
         self.local_parameters.set_gradients(used)
         optimizer.step()
@@ -172,7 +194,7 @@ class Engine:
         if self.plan.shard_optimizer:
             torch.autograd.graph.increment_version(tuple(used))
         self.window.stepped = True
-        return True
+        return StepResult.STEPPED
 
     # --- reading and writing state from outside
 

@@ -1,6 +1,7 @@
 """One accumulation window: the loss and weight of its micro-batches, and a ledger of gradient contributions."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ _LATE = (
     "{what} after the gradients of this step were reduced: run every backward of a step before its gradients are read, "
     "clipped or used (all but the last under `strategy.block_backward_sync()`)."
 )
+
+
+class StepResult(Enum):
+    """What became of an optimizer step."""
+
+    STEPPED = "stepped"
+    NO_WEIGHT = "no rank had any weight (no valid token)"
+    NOT_FINITE = "some gradient was inf or NaN"
 
 
 @dataclass
@@ -40,6 +49,8 @@ class Window:
     """By parameter number: some rank had a gradient for it."""
 
     micro_batches: int = 0
+    not_finite: list[str] = field(default_factory=list)
+    """Names of parameters whose gradient was inf or NaN, on some rank."""
     norms: dict[Any, Tensor] = field(default_factory=dict)
     """Norms that were taken of the final gradients, by type, parameters and versions of the gradients."""
 
