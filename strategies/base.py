@@ -281,8 +281,6 @@ class ShardedStrategy(Saving):
         self.engine.backward(loss, self._weight, factor, run)
         if automatic and not self._blocked:
             self.engine.close_window()
-            if _reads_gradients(module):
-                self.engine.show_full_gradients()
         return self.precision_plugin.post_backward(loss, module)
 
     @contextmanager
@@ -408,17 +406,6 @@ def _has_length(loader: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
-
-
-def _reads_gradients(module: pl.LightningModule) -> bool:
-    """Whether the user's module or callbacks have a hook in which gradients are read."""
-    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-    for owner in (module, *module.trainer.callbacks):
-        for hook in hooks:
-            function = getattr(type(owner), hook, None)
-            if function is not None and not function.__module__.startswith(("lightning.", "shardlight.")):
-                return True
-    return False
 
 
 def _stage_of_loader() -> RunningStage:

@@ -57,7 +57,7 @@ class FlatBuffer:
         collectives.broadcast(self.full, f"start weights of {name}")
         self.shard: Tensor = self.full[self._own].clone() if plan.shard_parameters else self.full[self._own]
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-        self._nans: list[Tensor] = [nan.expand(s.shape) for s in self.layout.slots]
+        self.nans: list[Tensor] = [nan.expand(s.shape) for s in self.layout.slots]
 
         keep_full_grad = not plan.shard_gradients or reduce == "window"
         self._keeps_full_grad = keep_full_grad
@@ -93,13 +93,25 @@ class FlatBuffer:
         if not self.gathered:
             return []
         held = zip(self.layout.slots, self.params, self.views, self._versions, strict=True)
-        return [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
+        found = [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
+        if found or torch.equal(self.full[self._own].view(torch.uint8), self.shard.view(torch.uint8)):
+            return found
+        # Written by `p.data`, which has no version: it shows in this rank's part alone.
+        for slot in self.pieces:
+            there, here = self.piece_of_shard(slot, self.full[self._own]), self.piece_of_shard(slot, self.shard)
+            if (
+                there is not None
+                and here is not None
+                and not torch.equal(there.view(torch.uint8), here.view(torch.uint8))
+            ):
+                found.append(self.layout.slots[slot].name)
+        return found
 
     def release(self) -> None:
         """Empties `full`; every parameter becomes a NaN of its full shape. Only where parameters are sharded."""
         if not self.gathered:
             return
-        for parameter, nan in zip(self.params, self._nans, strict=True):
+        for parameter, nan in zip(self.params, self.nans, strict=True):
             parameter.data = nan
             mark_released(parameter)
         self.full.untyped_storage().resize_(0)
@@ -113,12 +125,16 @@ class FlatBuffer:
     def write_back(self) -> None:
         """Takes changes made to the gathered parameters into this rank's shard."""
         if self.gathered:
-            for parameter, view in zip(self.params, self.views, strict=True):
-                if parameter.data_ptr() != view.data_ptr():
-                    view.copy_(parameter.data)
-                    parameter.data = view
+            self.adopt_data()
             self.shard.copy_(self.full[self._own])
             self._note_versions()
+
+    def adopt_data(self) -> None:
+        """Takes the values of parameters whose `data` was set to another tensor into the buffer."""
+        for parameter, view in zip(self.params, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
 
     def references(self) -> int:
         """Returns how many tensors share the storage of `full`; see [Note: outside views]."""

@@ -26,6 +26,7 @@ from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimi
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
+from shardlight.strategies.engine.sharded_gradient import ShardedGradient
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
@@ -74,7 +75,6 @@ class Engine:
         self.backward = self.gradients.backward
         self.open_window = self.gradients.open_window
         self.close_window = self.gradients.close_window
-        self.show_full_gradients = self.gradients.show_full_gradients
         self.gradient = self.gradients.gradient
 
     @property
@@ -110,11 +110,15 @@ class Engine:
 
         The norm is taken once as long as the gradients stay as they are: logging it and clipping by it costs one.
         """
+        changed = self.gradients.adopt()
         wanted = None if optimizer is None else self.local_parameters.numbers_of(optimizer)
         used = tuple(u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used))
         # `p.grad` is a view of these tensors and shares their version: a hook that changes it is seen.
         versions = tuple(t._version for b in self.buffers for t in (b.grad, b.full_grad) if t is not None)
         key = (norm_type, used, versions)
+        if changed:
+            # On every rank: one whose shard is not concerned sees no new version.
+            self.window.norms.clear()
         if key not in self.window.norms:
             if self.plan.shard_optimizer:
                 self.agreement.meet("gradient norm")
@@ -137,6 +141,7 @@ class Engine:
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamps every element of the gradients to [-limit, limit]."""
         self.close_window()
+        self.gradients.adopt()
         with torch.no_grad():
             for gradient in self._local_gradients(optimizer):
                 gradient.clamp_(-limit, limit)
@@ -146,9 +151,16 @@ class Engine:
         numbers = self.local_parameters.numbers_of(optimizer)
         for number in sorted(numbers):
             if self.window.used[number]:
-                gradient = self.local_parameters.gradient(self.table.parameters[number])
+                parameter = self.table.parameters[number]
+                gradient = self.local_parameters.gradient(parameter)
                 if gradient is not None:
                     yield gradient
+                if self.plan.shard_optimizer:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        full = parameter.grad
+                    if full is not None and not isinstance(full, ShardedGradient):
+                        # A hook holds the full gradient, which is taken in again before the step.
+                        yield full
 
     def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
         """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
@@ -172,6 +184,7 @@ class Engine:
         Without any weight in the window, or with a gradient that is not finite on some rank, no rank changes anything.
         """
         self.close_window()
+        self.gradients.adopt()
         self.weights.release_for_step()
         if not self.window.total_weight:
             self.open_window()

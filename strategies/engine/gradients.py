@@ -1,6 +1,6 @@
 """Gradients on their way: from autograd into flat buffers, over the ranks, and to the means that a step uses."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.replicas import Replicas
+from shardlight.strategies.engine.sharded_gradient import ShardedGradient, stand_in
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import Weights
@@ -29,6 +30,11 @@ class Gradients:
         self._weights = weights
         self._replicas = replicas
         self._agreement = agreement
+        self._stand_ins: list[Tensor] = []
+        if table.plan.shard_optimizer:
+            self._stand_ins = [
+                stand_in(p, self, nan) for b in table.buffers for p, nan in zip(b.params, b.nans, strict=True)
+            ]
         self._hook_gradients()
 
     def _hook_gradients(self) -> None:
@@ -132,6 +138,7 @@ class Gradients:
         """
         if self.window.closed:
             return
+        self._adopt_data()
         self._agreement.meet("end of the accumulation window")
         row = self.window.row(len(self.table.parameters), float(self._replicas.changed())).to(
             self.table.collectives.device
@@ -156,6 +163,13 @@ class Gradients:
             if buffers_changed:
                 self._replicas.synchronise()
 
+    def _adopt_data(self) -> None:
+        # `p.data = tensor` in a step: replicated parameters take the values over; sharded ones raise at the release.
+        if not self.table.plan.shard_parameters:
+            with torch.no_grad():
+                for buffer in self.table.buffers:
+                    buffer.adopt_data()
+
     def _show_gradients(self) -> None:
         for number, parameter in enumerate(self.table.parameters):
             if parameter.grad is not None:
@@ -163,27 +177,67 @@ class Gradients:
                     f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of "
                     f"{self.table.plan.name} come from `backward` alone; change them in on_before_optimizer_step."
                 )
-        if not self.table.plan.shard_optimizer:
-            for _, buffer, slot, parameter in self._used():
-                assert buffer.full_grad is not None
-                parameter.grad = buffer.slice(slot, buffer.full_grad)
-
-    def _used(self) -> Iterable[tuple[Unit, FlatBuffer, int, nn.Parameter]]:
         for number, parameter in enumerate(self.table.parameters):
             if self.window.used[number]:
-                yield *self.table.place[parameter], parameter
+                _, buffer, slot = self.table.place[parameter]
+                if self.table.plan.shard_optimizer:
+                    parameter.grad = self._stand_ins[number]
+                else:
+                    assert buffer.full_grad is not None
+                    parameter.grad = buffer.slice(slot, buffer.full_grad)
 
-    def show_full_gradients(self) -> None:
-        """Gives every parameter its full mean gradient as `grad`, where parameters are replicated. Collective."""
-        if self.table.plan.shard_parameters or not self.table.plan.shard_optimizer or self.table.plan.shard_gradients:
-            return
-        with torch.no_grad():
-            for buffer in self.table.buffers:
-                if buffer.reduced:
-                    buffer.gather_gradients()
-            for _, buffer, slot, parameter in self._used():
-                assert buffer.full_grad is not None
-                parameter.grad = buffer.slice(slot, buffer.full_grad)
+    def materialise(self, parameter: nn.Parameter) -> Tensor:
+        """See [Note: sharded gradients].
+
+        Raises: StrategyError: the stand-in is of an earlier step.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            present = parameter.grad
+        if isinstance(present, ShardedGradient):
+            present = self.gradient(parameter)
+            parameter.grad = present
+        if present is None:
+            raise StrategyError("a gradient of an earlier step was used: read `p.grad` anew in each step.")
+        return present
+
+    def adopt(self) -> bool:
+        """Takes what hooks did to `p.grad` into the shards; returns whether any gradient may have been changed."""
+        changed = False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, parameter in enumerate(self.table.parameters):
+                gradient = parameter.grad
+                if not self.window.used[number]:
+                    if gradient is not None:
+                        raise GradientError(
+                            f"'{self.table.names[number]}'.grad was set, but no rank has a gradient for it in this "
+                            "step: change gradients that are there, or let the parameter take part in the loss."
+                        )
+                    continue
+                if isinstance(gradient, ShardedGradient):
+                    continue
+                if gradient is None:
+                    self.window.used[number] = False
+                    changed = True
+                    continue
+                changed = self._take_in(parameter, gradient) or changed
+        return changed
+
+    def _take_in(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        _, buffer, slot = self.table.place[parameter]
+        if self.table.plan.shard_optimizer:
+            assert buffer.grad is not None
+            part = buffer.piece_of_shard(slot, buffer.grad)
+            if part is not None:
+                piece = buffer.pieces[slot]
+                part.copy_(gradient.reshape(-1)[piece.start : piece.stop])
+            return True
+        assert buffer.full_grad is not None
+        view = buffer.slice(slot, buffer.full_grad)
+        if gradient.data_ptr() == view.data_ptr():
+            return False
+        view.copy_(gradient)
+        parameter.grad = view
+        return True
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Returns the full mean gradient of the closed window, None if no rank had one. Collective.

@@ -103,7 +103,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Answers what needs no values, and gathers the unit before everything else."""
         kwargs = kwargs or {}
-        if _needs_no_values(func):
+        if needs_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = (
@@ -140,7 +140,8 @@ def mark_gathered(parameter: nn.Parameter) -> None:
     parameter.__class__ = type(parameter)._shardlight_own_class
 
 
-def _needs_no_values(func: Callable) -> bool:
+def needs_no_values(func: Callable) -> bool:
+    """Whether a torch function only reads or sets what a tensor has without its values (shape, dtype, grad, hooks)."""
     name = func.__name__
     if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")

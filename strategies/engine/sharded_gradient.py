@@ -1,0 +1,51 @@
+"""What `p.grad` is where gradients are sharded: metadata as always, and the full gradient as soon as it is used.
+
+[Note: sharded gradients] When the gradients of a window are final, each parameter's `grad` is a stand-in. Code that
+uses it, on all ranks (a hook that logs norms, `clip_grad_norm_`, `p.grad.mul_(...)`), gets the full mean gradient, which
+is gathered then and stays as `p.grad` until the step. Whatever was done to it, in place, by a view or by replacing it,
+is taken into this rank's shard before norm, clipping and step. Setting `p.grad = None` drops the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from shardlight.strategies.engine.released import needs_no_values
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+class GradientSource(Protocol):
+    """Gathers the gradient of a parameter."""
+
+    def materialise(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the full gradient, which is `parameter.grad` from then on. Collective."""
+
+
+class ShardedGradient(Tensor):
+    """The stand-in of [Note: sharded gradients]."""
+
+    _source: GradientSource
+    _parameter: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Answers what needs no values, and uses the full gradient for everything else."""
+        kwargs = kwargs or {}
+        if needs_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map_only(ShardedGradient, lambda g: g._source.materialise(g._parameter), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Gradient(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def stand_in(parameter: nn.Parameter, source: GradientSource, nan: Tensor) -> ShardedGradient:
+    """Makes the stand-in for the gradient of `parameter`; `nan` is a NaN of its shape, dtype and device."""
+    made = torch.Tensor._make_subclass(ShardedGradient, nan)
+    made._source = source
+    made._parameter = parameter
+    return made
