@@ -18,6 +18,7 @@ from shardlight.framework.report import write_report
 from shardlight.framework.schema import CheckpointConfig, Config
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
+from shardlight.strategies.errors import ShardlightError
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
@@ -28,6 +29,7 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Of each run we know: it has a folder of its own, and only a fit has the callbacks of a fit.
     messages = (r"The dirpath has changed", r"Be aware that when using `ckpt_path`")
+    messages += (r"The number of training batches .* is smaller than the logging interval",)
     messages += (r".*isinstance\(treespec, LeafSpec\)", r"torch\.distributed\.nn\.functional\.all_gather")
     for message in messages:
         warnings.filterwarnings("ignore", message=message)
@@ -39,7 +41,12 @@ def make_run_dir(config: Config) -> Path:
     Two runs that start at once get two folders: making one is atomic.
     """
     base = Path(config.run.dir) / (config.run.name or "run")
-    base.mkdir(parents=True, exist_ok=True)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ShardlightError(
+            f"run.dir: the folder {base} cannot be made ({error.strerror}): set run.dir to one that you can write to."
+        ) from None
     number = max((int(item.name) for item in base.iterdir() if item.name.isdecimal()), default=-1) + 1
     while True:
         made = base / f"{number:03d}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from shardlight.framework.check import BAD, Checker, show
 from shardlight.framework.classes import ClassConfig, Classes, parameters, project_root
@@ -162,6 +163,7 @@ class _Building:
         for name, kind in (("seed", int), ("resume", str | None)):
             if name in values:
                 parts[name] = self.checker.convert(values[name], kind, name)
+        self._machine(parts.get("seed"), trainer)
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
         parts["trainer"] = trainer if trainer is BAD else self._batches(trainer)
@@ -175,6 +177,14 @@ class _Building:
             self.derived["run.name"] = "the config's folder"
             parts["run"] = dataclasses.replace(parts["run"], name=self.folder.name or "run")
         return Loaded(Config(**parts), self.tree, MappingProxyType(self.derived))
+
+    def _machine(self, seed: Any, trainer: Any) -> None:
+        """Values that would fail on this machine only after the start."""
+        if isinstance(seed, int) and not 0 <= seed < 2**32:
+            self.checker.fault(self.tree.value["seed"], f"seed is {seed}; it must be from 0 to {2**32 - 1}.")
+        if trainer is not BAD and trainer.accelerator == "cuda" and not torch.cuda.is_available():
+            home = self.tree.find("trainer.accelerator") or self.tree
+            self.checker.fault(home, "trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto.")
 
     def _section(self, name: str) -> Any:
         node = self.tree.value.get(name)

@@ -7,6 +7,7 @@ moment to report what they see, then SIGTERM, a short grace, SIGKILL. The rank t
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,7 @@ class Sweeper:
     """
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)],
             stdin=subprocess.PIPE,
@@ -77,6 +79,8 @@ class Sweeper:
         """Lets it remove the folder, and waits for that."""
         self.tell("done")
         self.process.communicate()
+        # Where someone has killed the sweeper, the folder is still there.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Worker:

@@ -25,6 +25,10 @@ class RunConfig:
     dir: str = "runs"
     """Folder of all runs, relative to the working directory."""
 
+    def __post_init__(self) -> None:
+        if self.name is not None and (self.name in ("", ".", "..") or set(self.name) & {"/", "\\", "\0"}):
+            raise ValueError(f"run: name is {self.name!r}; it must be the name of one folder, without slashes")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
@@ -102,7 +106,9 @@ class TrainerConfig:
             value = getattr(self, name)
             if not (name.startswith("limit_") or name == "val_check_interval") or value is None:
                 continue
-            if value < 0:
+            if value == 0 and name == "limit_train_batches":
+                faults.append(f"{name} is 0; nothing would be trained")
+            elif value < 0:
                 faults.append(f"{name} is {value}; it must be at least 0")
             elif isinstance(value, float) and value > 1:
                 faults.append(f"{name} is {value}; a fraction is at most 1.0, so write {int(value)} for batches")

@@ -22,6 +22,7 @@ from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import engine_group
+from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.saving import Saving
 from shardlight.strategies.schedules import hold_when_skipped
 from shardlight.strategies.sigterm import GracefulStop
@@ -106,7 +107,7 @@ class ShardedStrategy(Saving):
         self._blocked = False
         self._graceful_stop: GracefulStop | None = None
         self._reader: CheckpointReader | None = None
-        self._restore_random: Callable[[], None] | None = None
+        self._randomness = EpochRandomness()
 
     # --- what users call
 
@@ -205,6 +206,9 @@ class ShardedStrategy(Saving):
         """Shards the module once; makes the optimizers when fitting, on parameters that still have names and shapes."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        if self.world_size == 1:
+            # Lightning would shuffle the training data of one process for the sake of a distributed sampler.
+            trainer._accelerator_connector.use_distributed_sampler = False
         # Lightning warns that its evaluation sampler repeats samples; process_dataloader puts one in that does not.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         module = self.lightning_module
@@ -373,18 +377,13 @@ class ShardedStrategy(Saving):
             dist.all_gather_object(lengths, length)
         agree = self._agree_on_next_batch if len(set(lengths)) > 1 or (-1 in lengths and self.world_size > 1) else None
         if -1 in lengths:
-            return LockstepLoader(dataloader, agree, self._before_first_batch)
-        return SizedLockstepLoader(dataloader, agree, self._before_first_batch, min(lengths))
+            return LockstepLoader(dataloader, agree, self._randomness)
+        return SizedLockstepLoader(dataloader, agree, self._randomness, min(lengths))
 
     def _agree_on_next_batch(self, more: bool) -> list[bool]:
         self.engine.agreement.meet("next training batch")
         row = torch.tensor([int(more)], dtype=torch.int64, device=self.root_device)
         return [bool(n) for n in self.engine.collectives.gather_small(row, "next training batch").flatten().tolist()]
-
-    def _before_first_batch(self) -> None:
-        if self._restore_random is not None:
-            self._restore_random()
-            self._restore_random = None
 
     # --- the end
 
@@ -394,7 +393,7 @@ class ShardedStrategy(Saving):
     def teardown(self) -> None:
         """Ends an entry point. Shards, optimizer state and the process group stay, for what is called after it."""
         assert self.accelerator is not None and self.cluster_environment is not None
-        self._before_first_batch()
+        self._randomness.go_on()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.random_state import EpochRandomness
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 Agree = Callable[[bool], list[bool]]
@@ -42,13 +44,13 @@ class LockstepLoader:
         loader: this rank's loader.
         agree: None, or tells before each batch which ranks have one, given whether this rank has. Needed when their
             numbers of batches differ or are unknown; training then stops at the shortest.
-        before_first: called when the first batch is about to be read, after the position has been restored.
+        randomness: what a resumed epoch's order is drawn from.
     """
 
-    def __init__(self, loader: Any, agree: Agree | None, before_first: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, agree: Agree | None, randomness: EpochRandomness) -> None:
         self.loader = loader
         self._agree = agree
-        self._before_first = before_first
+        self._randomness = randomness
         self._position = 0
         self._resume_at = 0
 
@@ -57,11 +59,9 @@ class LockstepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._resume_at = self._resume_at, 0
-        if not skip:
-            self._before_first()
-        batches = iter(_without_first(self.loader, skip))
-        if skip:
-            self._before_first()
+        self._randomness.begin_epoch(half_done=skip > 0)
+        batches = _without_first(self.loader, skip)
+        self._randomness.go_on()
         self._position = skip
         while True:
             batch, more = _next(batches)
@@ -97,8 +97,8 @@ class LockstepLoader:
 class SizedLockstepLoader(LockstepLoader):
     """A LockstepLoader whose number of batches is known, the same on all ranks."""
 
-    def __init__(self, loader: Any, agree: Agree | None, before_first: Callable[[], None], length: int) -> None:
-        super().__init__(loader, agree, before_first)
+    def __init__(self, loader: Any, agree: Agree | None, randomness: EpochRandomness, length: int) -> None:
+        super().__init__(loader, agree, randomness)
         self._length = length
 
     def state_dict(self) -> dict[str, int]:
@@ -109,45 +109,44 @@ class SizedLockstepLoader(LockstepLoader):
         return self._length
 
 
-class _SkipBatches(BatchSampler):
-    """Drops the first `skip` batches of indices without reading their data."""
+class _Rest(BatchSampler):
+    """What is left of an iteration over batches of indices."""
 
-    def __init__(self, inner: Any, skip: int) -> None:
-        self.inner = inner
-        self.skip = skip
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        for number, indices in enumerate(self.inner):
-            if number >= self.skip:
-                yield indices
+        return self._batches
 
     def __len__(self) -> int:
-        return max(0, len(self.inner) - self.skip)
+        raise TypeError("the number of batches that are left is not known")
 
 
-def _without_first(loader: Any, skip: int) -> Any:
-    if not skip:
-        return loader
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not None and type(loader) is DataLoader:
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=_SkipBatches(loader.batch_sampler, skip),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-        )
-    return _drop(loader, skip)
-
-
-def _drop(loader: Any, skip: int) -> Iterator[Any]:
-    for number, batch in enumerate(loader):
-        if number >= skip:
-            yield batch
+def _without_first(loader: Any, skip: int) -> Iterator[Any]:
+    """Returns an iterator over the batches after the first `skip`, drawn from the same random numbers."""
+    if not skip or type(loader) is not DataLoader or loader.batch_sampler is None:
+        batches = iter(loader)
+        for _ in range(skip):
+            next(batches, None)
+        return batches
+    # Only the indices of what is skipped are drawn, not its data. A DataLoader draws a seed for its workers first.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    indices = iter(loader.batch_sampler)
+    for _ in range(skip):
+        next(indices, None)
+    rest = DataLoader(
+        loader.dataset,
+        batch_sampler=_Rest(indices),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    return iter(rest)
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, bool]:

@@ -2,14 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.ranks import RankCalls
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +22,7 @@ class Saving(RankCalls):
 
     engine: Engine
     _reader: CheckpointReader | None
-    _restore_random: Callable[[], None] | None
+    _randomness: EpochRandomness
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict; sharded parameters are in it as themselves, not as values."""
@@ -40,7 +42,11 @@ class Saving(RankCalls):
                 f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
             )
         trainer_state.save(
-            self.engine, [_inner(o) for o in self.optimizers], checkpoint, Path(os.fspath(filepath)).absolute()
+            self.engine,
+            [_inner(o) for o in self.optimizers],
+            checkpoint,
+            self._randomness.state(),
+            Path(os.fspath(filepath)).absolute(),
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -67,7 +73,14 @@ class Saving(RankCalls):
         assert self._reader is not None
         for index, optimizer in enumerate(self.optimizers):
             trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
-        self._restore_random = trainer_state.load_random_state(self._reader, self.global_rank)
+        saved_by = int(self._reader.content["world_size"])
+        if saved_by != self.world_size:
+            rank_zero_warn(
+                f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights and "
+                "optimizer state are the same, but not the random numbers and the order of the data."
+            )
+            return
+        self._randomness.resume(trainer_state.load_rank(self._reader, self.global_rank))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint folder (rank 0)."""

@@ -153,6 +153,36 @@ def test_pieces_are_stored_by_name_and_range_so_that_any_strategy_reads_them(tmp
     assert resumed["zero3"][0][0] == 8 and resumed["ddp"] == resumed["zero1"] == resumed["zero3"]
 
 
+def order(rank, world_size, folder):
+    class Seen(Module):
+        def training_step(self, batch, batch_idx):
+            self.rows = [*getattr(self, "rows", []), *batch[0][:, 0].tolist()]
+            return super().training_step(batch, batch_idx)
+
+    for strategy in STRATEGIES:
+        module = Seen()
+        trainer = make_trainer(strategy, 1, folder, precision="32-true", use_distributed_sampler=True)
+        trainer.fit(module, DataLoader(Rows(), batch_size=3))
+        assert module.rows == [Rows()[i][0][0].item() for i in range(24)], strategy
+
+
+def test_one_process_sees_its_data_in_the_order_of_its_loader(tmp_path):
+    run_ranks(order, 1, init=False, folder=str(tmp_path))
+
+
+def on_fewer_ranks(rank, world_size, folder):
+    with pytest.warns(
+        UserWarning, match="was saved by 2 ranks and goes on with 1: weights and optimizer state are the same"
+    ):
+        assert run("zero2", world_size, folder, resume=f"{folder}/two", epochs=1)[5] > 3
+
+
+def test_going_on_with_other_ranks_says_what_is_not_the_same(tmp_path):
+    run_ranks(cross, 2, init=False, folder=str(tmp_path), strategy="zero3", resume=None)
+    (tmp_path / "c").rename(tmp_path / "two")
+    run_ranks(on_fewer_ranks, 1, init=False, folder=str(tmp_path))
+
+
 def wrong_uses(rank, world_size, folder):
     path = f"{folder}/good"
     run("zero3", world_size, folder, stop=2, path=path)

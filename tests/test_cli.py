@@ -294,6 +294,16 @@ def test_run_folders_are_counted_up_and_never_shared(project):
     assert load_config(made[1] / "config.yaml") == config
 
 
+def test_a_run_folder_that_cannot_be_made_is_an_error_without_a_traceback(project):
+    (project / "file").write_text("")
+    code, out, err = run("fit", "config.yaml", "run.dir=file/below")
+    assert code == 1 and "Traceback" not in err
+    assert err.strip().endswith(
+        "ShardlightError: run.dir: the folder file/below/here cannot be made (Not a directory): set run.dir to one that "
+        "you can write to."
+    )
+
+
 def test_a_run_folder_taken_by_another_run_in_between_is_left_alone(project, monkeypatch):
     make, taken = Path.mkdir, []
 

@@ -227,6 +227,9 @@ def test_a_setting_in_two_places_names_both(project):
         ("callbacks.x.patience=1", "callbacks.x.class is missing: the import path of a Callback."),
         ("vars=3", "vars must be a mapping of keys, got 3 (number)."),
         ("run=3", "run must be a mapping of keys, got 3 (number)."),
+        ("seed=-5", "seed is -5; it must be from 0 to 4294967295."),
+        ("run.name=../etc", "run.name is '../etc'; it must be the name of one folder, without slashes."),
+        ("trainer.limit_train_batches=0", "trainer.limit_train_batches is 0; nothing would be trained."),
         ("trainer.max_steps=null", None),
         ("optimizer=null", None),
     ],
@@ -304,3 +307,10 @@ def test_a_warmup_that_does_not_fit_is_found_before_launch(project):
     )
     assert load_config(project(text), ["schedule.total_steps=11"]).schedule.total_steps == 11
     assert load_config(project(text), ["schedule.name=constant"]).schedule.warmup_steps == 10
+
+
+def test_cuda_without_a_device_is_found_before_launch(project, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert faults_of(project(), "trainer.accelerator=cuda") == [
+        "command line: trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto."
+    ]

@@ -1,12 +1,10 @@
 """Between a running engine with its optimizers and a checkpoint directory."""
 
-import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
@@ -16,11 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def save(engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], path: Path) -> None:
+def save(
+    engine: Engine,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    path: Path,
+) -> None:
     """Writes a checkpoint folder: each rank the pieces it owns, then rank 0 the manifest. Collective.
 
     Args:
         checkpoint: the Trainer's dict; `state_dict` holds the engine's parameters themselves and other tensors.
+        rank_state: plain data that each rank keeps for itself.
     Raises: CheckpointError: on every rank, when any rank could not write; what was at `path` before is untouched.
     """
     rank = engine.collectives.rank
@@ -33,7 +38,7 @@ def save(engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[st
             folder.mkdir(parents=True)
 
     _together(engine, path, prepare)
-    parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, folder))
+    parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
 
     def finish() -> None:
         if rank == 0:
@@ -58,11 +63,15 @@ def _together(engine: Engine, path: Path, work: Callable[[], Any]) -> list[Any]:
 
 
 def _write_rank(
-    engine: Engine, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], folder: Path
+    engine: Engine,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    folder: Path,
 ) -> dict[str, Any]:
     writer = RankWriter(engine.collectives.rank)
     tensors: dict[str, Tensor] = {}
-    content: dict[str, Any] = {"rank": encode(random_state(), f"rank/{engine.collectives.rank}", tensors)}
+    content: dict[str, Any] = {"rank": encode(rank_state, f"rank/{engine.collectives.rank}", tensors)}
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [_add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
@@ -243,29 +252,9 @@ def _restore_scalar(data: Mapping[str, Any]) -> Any:
     return torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
 
 
-def random_state() -> dict[str, Any]:
-    """Returns the state of this process's random generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    state["numpy"] = (name, keys, int(position), int(has_gauss), float(gauss))
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def load_random_state(reader: CheckpointReader, rank: int) -> Callable[[], None] | None:
-    """Returns a function that puts this rank's random generators back, None if the checkpoint has none for it."""
+def load_rank(reader: CheckpointReader, rank: int) -> dict[str, Any]:
+    """Returns what rank `rank` has kept for itself. Raises: CheckpointError: the checkpoint has no such rank."""
     ranks = reader.content.get("ranks", [])
     if rank >= len(ranks):
-        return None
-    prefix = f"rank/{rank}"
-    state = decode(ranks[rank], _tensors_below(reader, prefix))
-
-    def restore() -> None:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
-
-    return restore
+        raise CheckpointError(f"{reader.path}: has no state of rank {rank}, only of {len(ranks)} ranks.")
+    return decode(ranks[rank], _tensors_below(reader, f"rank/{rank}"))

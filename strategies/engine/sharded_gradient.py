@@ -1,7 +1,7 @@
 """What `p.grad` is where gradients are sharded: metadata as always, and the full gradient as soon as it is used.
 
 [Note: sharded gradients] When the gradients of a window are final, each parameter's `grad` is a stand-in. Code that
-uses it, on all ranks (a hook that logs norms, `clip_grad_norm_`, `p.grad.mul_(...)`), gets the full mean gradient, which
+uses it on all ranks (a hook that logs norms, `clip_grad_norm_`, `p.grad.mul_(...)`) gets the full mean gradient, which
 is gathered then and stays as `p.grad` until the step. Whatever was done to it, in place, by a view or by replacing it,
 is taken into this rank's shard before norm, clipping and step. Setting `p.grad = None` drops the gradient.
 """

@@ -1,0 +1,62 @@
+"""The random generators of a process, and the state that an epoch's order of data was drawn from."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this process's random generators."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    state["numpy"] = (name, keys, int(position), int(has_gauss), float(gauss))
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Puts the generators back to what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class EpochRandomness:
+    """Lets a resumed run draw the order of a half-done epoch again, and then go on with the numbers it had.
+
+    `epoch_start`: the state when the running epoch of training data was begun, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.epoch_start: dict[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {"now": random_state(), "epoch_start": self.epoch_start}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Takes what a checkpoint has kept; it is used when the training data is begun."""
+        self._saved = saved
+
+    def begin_epoch(self, half_done: bool) -> None:
+        """Called when training data is about to be begun, from its start or in the middle of an epoch."""
+        if self._saved is not None:
+            earlier = self._saved["epoch_start"] if half_done else self._saved["now"]
+            if earlier is not None:
+                set_random_state(earlier)
+        self.epoch_start = random_state()
+        if not half_done:
+            self._saved = None
+
+    def go_on(self) -> None:
+        """Called when the position in the data is reached (or there is no data): the numbers go on as they were."""
+        if self._saved is not None:
+            set_random_state(self._saved["now"])
+            self._saved = None
