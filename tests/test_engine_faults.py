@@ -75,7 +75,7 @@ def check_late(rank, world_size):
             engine.close_window()
             with pytest.raises(GradientError, match="a backward was started after the gradients"):
                 engine.backward(late)
-            with pytest.raises(GradientError, match=r"a gradient of '[a-z0-9.]+' arrived after the gradients"):
+            with pytest.raises(GradientError, match=r"a gradient( of '[a-z0-9.]+')? arrived after the gradients"):
                 with engine.forward():
                     late.backward()
 

@@ -213,3 +213,27 @@ def check_refusals(rank, world_size, folder):
 
 def test_what_cannot_have_an_effect_is_refused(tmp_path):
     run_ranks(check_refusals, 2, init=False, folder=str(tmp_path))
+
+
+class Counts(Module):
+    def __init__(self):
+        super().__init__(None, None)
+        self.gathers = []
+
+    def on_before_optimizer_step(self, optimizer):
+        engine = self.trainer.strategy.engine
+        before = engine.collectives.calls["all_gather"]
+        read_only(self)
+        read_only(self)
+        self.gathers.append((engine.collectives.calls["all_gather"] - before, len(engine.buffers)))
+
+
+def count_gathers(rank, world_size, folder):
+    for strategy in ("zero1", "zero2", "zero3"):
+        module = Counts()
+        make_trainer(strategy, world_size, folder).fit(module, DataLoader(Rows(rank), batch_size=None))
+        assert all(gathers == buffers for gathers, buffers in module.gathers), (strategy, module.gathers)
+
+
+def test_looking_at_all_gradients_gathers_each_buffer_once(tmp_path):
+    run_ranks(count_gathers, 2, init=False, folder=str(tmp_path))

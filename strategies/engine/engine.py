@@ -13,6 +13,7 @@ Usable without Lightning:
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from shardlight.strategies.engine.sharded_gradient import ShardedGradient
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
-from shardlight.strategies.engine.window import StepResult, Window
+from shardlight.strategies.engine.window import LATE, StepResult, Window
+from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -70,12 +72,23 @@ class Engine:
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table.place, plan)
         # The parts' own calls, which are this class's interface as well.
-        self.forward = self.weights.forward
         self.gathered = self.weights.gathered
         self.backward = self.gradients.backward
         self.open_window = self.gradients.open_window
         self.close_window = self.gradients.close_window
         self.gradient = self.gradients.gradient
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See Weights.forward. Raises: GradientError: a backward inside came after the gradients were final."""
+        try:
+            with self.weights.forward():
+                yield
+        except RuntimeError as error:
+            # Autograd tried to add to the stand-in of a final gradient.
+            if self.window.closed and "more than one element of the written-to tensor" in str(error):
+                raise GradientError(LATE.format(what="a gradient arrived")) from error
+            raise
 
     @property
     def window(self) -> Window:

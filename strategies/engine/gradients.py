@@ -194,11 +194,22 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             present = parameter.grad
         if isinstance(present, ShardedGradient):
-            present = self.gradient(parameter)
-            parameter.grad = present
+            present = self._materialise_buffer(parameter)
         if present is None:
             raise StrategyError("a gradient of an earlier step was used: read `p.grad` anew in each step.")
         return present
+
+    def _materialise_buffer(self, parameter: nn.Parameter) -> Tensor | None:
+        # The whole buffer at once: who looks at one gradient mostly looks at all.
+        _, buffer, _ = self.table.place[parameter]
+        self._agreement.meet(f"gradients of {buffer.name}")
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            full = buffer.gather_gradients()
+            full = full.clone() if full is buffer.full_grad else full
+            for slot, other in enumerate(buffer.params):
+                if isinstance(other.grad, ShardedGradient):
+                    other.grad = buffer.slice(slot, full)
+            return parameter.grad
 
     def adopt(self) -> bool:
         """Takes what hooks did to `p.grad` into the shards; returns whether any gradient may have been changed."""

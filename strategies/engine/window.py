@@ -8,7 +8,7 @@ import torch
 from shardlight.strategies.errors import GradientError
 from torch import Tensor
 
-_LATE = (
+LATE = (
     "{what} after the gradients of this step were reduced: run every backward of a step before its gradients are read, "
     "clipped or used (all but the last under `strategy.block_backward_sync()`)."
 )
@@ -64,7 +64,7 @@ class Window:
         Raises: GradientError: plain and weighted losses in one window, or the gradients are final already.
         """
         if self.closed:
-            raise GradientError(_LATE.format(what="a backward was started"))
+            raise GradientError(LATE.format(what="a backward was started"))
         weighted = weight is not None
         if self.weighted is not None and self.weighted != weighted:
             raise GradientError(
@@ -85,7 +85,7 @@ class Window:
         Raises: GradientError: the window's gradients are final already.
         """
         if self.closed:
-            raise GradientError(_LATE.format(what=f"a gradient of '{name}' arrived"))
+            raise GradientError(LATE.format(what=f"a gradient of '{name}' arrived"))
         self.arrived[number] = self.arrived.get(number, 0) + 1
 
     def check_complete(self, names: list[str]) -> None:
