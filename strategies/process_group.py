@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from shardlight.strategies.engine.collectives import let_go_of_groups
 from shardlight.strategies.errors import LaunchError
 
 STORE_VARIABLE = "SHARDLIGHT_STORE"
@@ -54,8 +56,12 @@ def start_process_group(
 
 
 def _end() -> None:
+    # A group ends its threads when the last reference to it goes; one that is left to the interpreter's own end aborts.
+    let_go_of_groups()
+    _engine_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 _engine_groups: dict[tuple[str, float], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}

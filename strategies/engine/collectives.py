@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,15 @@ def newest(module: Any, *names: str) -> Callable[..., Any]:
 all_gather_flat = newest(dist, "all_gather_single", "all_gather_into_tensor")
 
 
+_in_use: "WeakSet[Collectives]" = WeakSet()
+
+
+def let_go_of_groups() -> None:
+    """Drops every reference to a process group, so that destroying the groups ends their threads."""
+    for collectives in _in_use:
+        collectives.group = None
+
+
 class Collectives:
     """Collectives over one process group; with one rank each is the identity and nothing is sent.
 
@@ -36,6 +46,7 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
         self.group = group
+        _in_use.add(self)
         self.device = torch.device(device)
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.world_size: int = dist.get_world_size(group) if group is not None else 1
