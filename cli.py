@@ -1,5 +1,6 @@
 """The `shardlight` command: parses, prints, and calls the framework. PyTorch is imported only by what needs it."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -280,6 +282,18 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
         # Not sys.exit: threads and process groups of a failed run may never come to an end.
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1)
     mark_done()
+    _leave_well()
+
+
+def _leave_well() -> None:
+    """Ends a worker that has done its work, without the teardown of native libraries, whose threads can abort it."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:
