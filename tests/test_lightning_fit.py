@@ -91,3 +91,29 @@ def test_fit_equals_a_plain_loop(world_size, accumulate, clip, tmp_path):
             accumulate=accumulate,
             clip=clip,
         )
+
+
+class Clips(Module):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        strategy = self.trainer.strategy
+        largest = float(strategy.gradient_norm(float("inf")))
+        assert float(strategy.clip_by_norm(optimizer, largest / 2, float("inf"))) == largest
+        assert float(strategy.gradient_norm(float("inf"))) == pytest.approx(largest / 2, rel=1e-4)
+
+
+def public_numbers(rank, world_size, folder):
+    state = {}
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        module = Clips("tiny_gpt", "adamw")
+        trainer = make_trainer(strategy, world_size, folder)
+        loader = DataLoader(Batches("tiny_gpt", rank, 2), batch_size=None)
+        trainer.fit(module, loader, loader)
+        assert trainer.strategy.wire_bytes == trainer.strategy.engine.collectives.bytes_sent > 0
+        assert (trainer.strategy.data_rank, trainer.strategy.data_world_size) == (rank, world_size)
+        state[strategy] = trainer.strategy.model_state_bytes()
+    assert state["ddp"] > state["zero1"] > state["zero2"] > state["zero3"] > 0, state
+
+
+@pytest.mark.case("C025")
+def test_what_a_strategy_tells_and_clips_by_the_largest_element(tmp_path):
+    run_ranks(public_numbers, 2, init=False, folder=str(tmp_path))
