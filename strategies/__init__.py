@@ -1,7 +1,8 @@
 """Sharding strategies for Lightning's Trainer; importing this registers their names (`Trainer(strategy="zero3")`)."""
 
 from lightning.pytorch.strategies import StrategyRegistry
-from shardlight.strategies.base import EngineOptions, ShardedStrategy
+from shardlight.strategies.base import ShardedStrategy
+from shardlight.strategies.options import EngineOptions
 from shardlight.strategies.zero import DDP, Single, ZeRO1, ZeRO2, ZeRO3
 
 STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3)}

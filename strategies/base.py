@@ -4,8 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
@@ -16,10 +15,11 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
+from shardlight.strategies.options import EngineOptions, make_options
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.random_state import EpochRandomness
@@ -33,68 +33,22 @@ _engines: "WeakKeyDictionary[nn.Module, ReferenceType[Engine]]" = WeakKeyDiction
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options of every strategy of the ZeRO table."""
-
-    reduce: Reduce | None = None
-    """When gradients are reduced: `micro_batch` (less memory) or `window` (fewer bytes sent; keeps the full gradients
-    over the window). Unset: `window` for single, ddp and zero1, `micro_batch` for zero2 and zero3."""
-
-    units: tuple[str, ...] = ()
-    """Class names of modules that are gathered and reduced as one unit each. Empty: the blocks of the model's repeated
-    block lists."""
-
-    recompute: Literal["no", "blocks"] = "no"
-    """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
-    forward."""
-
-    max_not_finite_steps: int = 10
-    """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error."""
-
-    timeout_s: float = 600.0
-    """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
-
-
 class ShardedStrategy(Saving):
     """Base of the strategies in zero.py; each is a row of the ZeRO table.
 
-    Raises: StrategyError: an option's value is impossible.
+    Args:
+        options: the fields of EngineOptions.
+    Raises: StrategyError: an option's value is impossible; TypeError: there is no such option.
     """
 
     plan: ClassVar[StatePlan]
     Options: ClassVar[type[EngineOptions]] = EngineOptions
 
-    def __init__(
-        self,
-        *,
-        reduce: Reduce | None = None,
-        units: tuple[str, ...] = (),
-        recompute: Literal["no", "blocks"] = "no",
-        max_not_finite_steps: int = 10,
-        timeout_s: float = 600.0,
-    ) -> None:
-        if reduce not in (None, "micro_batch", "window"):
-            raise StrategyError(
-                f"reduce={reduce!r} is not an option of {self.plan.name}: use 'micro_batch' or 'window'."
-            )
-        if recompute not in ("no", "blocks"):
-            raise StrategyError(f"recompute={recompute!r} is not an option of {self.plan.name}: use 'no' or 'blocks'.")
-        if max_not_finite_steps < 1:
-            raise StrategyError(f"max_not_finite_steps={max_not_finite_steps!r} must be at least 1.")
-        if not timeout_s > 0:
-            raise StrategyError(f"timeout_s={timeout_s!r} must be above 0 seconds.")
-        if isinstance(units, str):
-            raise StrategyError(f"units={units!r} must be a list of class names.")
+    def __init__(self, **options: Any) -> None:
+        chosen = make_options(self.Options, self.plan.name, options)
         super().__init__()
-        self.options = self.Options(
-            reduce=reduce,
-            units=tuple(units),
-            recompute=recompute,
-            max_not_finite_steps=max_not_finite_steps,
-            timeout_s=float(timeout_s),
-        )
-        self.timeout_s = self.options.timeout_s
+        self.options = chosen
+        self.timeout_s = float(chosen.timeout_s)
         self.skipped_steps = 0
         """Windows without any weight (no valid token), in which nothing was updated."""
         self.not_finite_steps = 0
