@@ -42,7 +42,8 @@ LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GRO
 LAUNCH_VARIABLES += ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SHARDLIGHT_STORE")
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["warm"])
+PRELOADED = ["warm"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class RanksFailedError(AssertionError):
@@ -92,6 +93,13 @@ def run_ranks(body, world_size: int, timeout_s: float = 60.0, threads: int = 1, 
                 _kill(process)
             for pipe in pipes:
                 pipe.close()
+
+
+def preload(module: str) -> None:
+    """Has the fork server import `module` too. Called at the top of a test module, before any test runs ranks."""
+    if module not in PRELOADED:
+        PRELOADED.append(module)
+        CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class Engine:
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
-        self._undo_transforms = recompute(blocks if recompute_blocks else [], self.weights.saving)
+        self._undo_transforms = recompute(model, blocks if recompute_blocks else [], self.weights.saving)
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table.place, plan)
         # The parts' own calls, which are this class's interface as well.

@@ -1,0 +1,110 @@
+"""transformers models train under every strategy with no edit: the numbers of one process on the joined batch."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import run_ranks
+from hf import MODELS, batch, build, checkpointed, dtype_of, tolerance_of
+from loops import Outcome, check_equal, optimizer_of
+from shardlight.strategies import ZeRO3
+from test_lightning_fit import make_trainer
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = 3
+
+
+class Steps(Dataset):
+    def __init__(self, name, rank):
+        self.name, self.rank = name, rank
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, step):
+        return batch(self.name, step, self.rank)
+
+
+class Tuned(pl.LightningModule):
+    """What anybody writes around a transformers model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.seen = Outcome()
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.norms.append(float(self.trainer.strategy.gradient_norm()))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.losses.append(self.trainer.strategy.window_loss)
+        if self.trainer.strategy.plan.shard_parameters:
+            left = [u.name for u in self.trainer.strategy.engine.table.units if u.gathered]
+            assert not left, f"left gathered: {left}"
+
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+
+def fit(module, strategy, name, rank, world, folder, **options):
+    precision = "64-true" if dtype_of(name) is torch.float64 else "32-true"
+    trainer = make_trainer(strategy, world, folder, **{"precision": precision, **options})
+    trainer.fit(module, DataLoader(Steps(name, rank), batch_size=None))
+    with trainer.strategy.gathered():
+        module.seen.weights = {n: p.detach().clone() for n, p in module.model.named_parameters()}
+    return module.seen
+
+
+def plain(model, name, world):
+    """One process; the mean over the ranks' batches."""
+    out, optimizer = Outcome(), optimizer_of(model)
+    for step in range(STEPS):
+        losses = [model(**batch(name, step, rank)).loss / world for rank in range(world)]
+        sum(losses).backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        out.norms.append(torch.cat(gradients).norm().item())
+        out.losses.append(sum(losses).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    out.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return out
+
+
+def check_models(rank, world_size, folder, cases):
+    for name, strategy, attention in cases:
+        want = plain(build(name, attention=attention), name, world_size)
+        got = fit(Tuned(build(name, attention=attention)), strategy, name, rank, world_size, folder)
+        check_equal(got, want, f"{name} {strategy} {attention} on {world_size} ranks", tolerance_of(name))
+
+
+def test_models_train_as_in_one_process(tmp_path):
+    cases = [(name, "zero3", ("sdpa", "eager")[number % 2]) for number, name in enumerate(MODELS)]
+    cases += [
+        ("llama", "zero3", "eager"),
+        ("t5", "zero2", "sdpa"),
+        ("mixtral", "zero1", "sdpa"),
+        ("bert", "ddp", "sdpa"),
+    ]
+    run_ranks(check_models, 2, init=False, timeout_s=240, folder=str(tmp_path), cases=cases)
+
+
+def check_recomputed(rank, world_size, folder, names):
+    for name in names:
+        want = plain(build(name), name, world_size)
+        ways = {f"checkpointed, {reentrant=}": (checkpointed(build(name), reentrant), "zero3") for reentrant in (0, 1)}
+        ways["recompute: blocks"] = (build(name), ZeRO3(recompute="blocks"))
+        for way, (model, strategy) in ways.items():
+            inner, calls = next(m for n, m in model.named_modules() if "att" in n.lower()), []
+            inner.register_forward_pre_hook(lambda *_: calls.append(1))
+            got = fit(Tuned(model), strategy, name, rank, world_size, folder)
+            check_equal(got, want, f"{name} {way}", tolerance_of(name))
+            assert len(calls) == 2 * STEPS, f"{name} {way}: {len(calls)} forwards"
+        strategy.engine.detach()
+        assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+
+@pytest.mark.parametrize("names", [["llama", "mixtral_list", "t5"], pytest.param(list(MODELS), marks=pytest.mark.long)])
+def test_gradient_checkpointing_changes_no_number(names, tmp_path):
+    run_ranks(check_recomputed, 2, init=False, timeout_s=240, folder=str(tmp_path), names=names)
