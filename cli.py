@@ -123,6 +123,7 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors.")] = "safetensors",
+    ema: Annotated[bool, typer.Option("--ema", help="The averages that ShardedEMA keeps, not the weights.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write the bare module's weights of a checkpoint into one file."""
@@ -131,7 +132,7 @@ def export(
     with _short_errors(debug):
         from shardlight.strategies.checkpoint import export_safetensors
 
-        count = export_safetensors(path, out)
+        count = export_safetensors(path, out, ema=ema)
     typer.echo(f"{out}: {count} tensors")
 
 

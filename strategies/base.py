@@ -23,9 +23,10 @@ from shardlight.strategies.options import EngineOptions, make_options
 from shardlight.strategies.precision import sharded_precision
 from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.random_state import EpochRandomness
+from shardlight.strategies.refusals import refuse_callbacks
 from shardlight.strategies.saving import Saving
 from shardlight.strategies.schedules import hold_when_skipped
-from shardlight.strategies.sigterm import GracefulStop
+from shardlight.strategies.stopping import StopTogether
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -59,7 +60,7 @@ class ShardedStrategy(Saving):
         self._engine: Engine | None = None
         self._weight: float | None = None
         self._blocked = False
-        self._graceful_stop: GracefulStop | None = None
+        self._stopping: StopTogether | None = None
         self._reader: CheckpointReader | None = None
         self._randomness = EpochRandomness()
 
@@ -151,6 +152,12 @@ class ShardedStrategy(Saving):
 
     # --- setting up
 
+    def setup_environment(self) -> None:
+        """Starts the process group. Raises: StrategyError: a callback of the Trainer cannot work."""
+        assert self.lightning_module is not None
+        refuse_callbacks(self.lightning_module.trainer, self.plan.name)
+        super().setup_environment()
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are read into shards, so sharding comes first."""
@@ -209,9 +216,9 @@ class ShardedStrategy(Saving):
         self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
-        """Takes over SIGTERM, now that Lightning's handlers are registered."""
+        """Takes over SIGTERM and `should_stop`, now that Lightning's handlers are registered."""
         assert self.lightning_module is not None
-        self._graceful_stop = GracefulStop(self.lightning_module.trainer, self.engine)
+        self._stopping = StopTogether(self.lightning_module.trainer, self.engine)
 
     # --- a step
 
@@ -257,8 +264,6 @@ class ShardedStrategy(Saving):
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
         self._note_step(self.engine.step(optimizer))
-        if self._graceful_stop is not None:
-            self._graceful_stop.after_step()
         return result
 
     def _note_step(self, result: StepResult) -> None:
@@ -348,6 +353,9 @@ class ShardedStrategy(Saving):
         """Ends an entry point. Shards, optimizer state and the process group stay, for what is called after it."""
         assert self.accelerator is not None and self.cluster_environment is not None
         self._randomness.go_on()
+        if self._stopping is not None:
+            self._stopping.undo()
+            self._stopping = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

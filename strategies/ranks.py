@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.states import TrainerStatus
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.process_group import end_with_parent, start_process_group
@@ -101,8 +102,16 @@ class RankCalls(DDPStrategy):
             return _AllGather.apply(tensor, self._engine.collectives)
         return _AllGather.forward(_NoContext(), tensor, self._engine.collectives)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error ended the Trainer's run on this rank; others may know nothing of it."""
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; ranks at different barriers get an error."""
+        """Waits for all ranks; ranks at different barriers get an error. After an error: nothing."""
+        if self.interrupted:
+            return
         if self._engine is not None:
             self.engine.agreement.meet(f"barrier {name or ''}".strip())
         else:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.ranks import RankCalls
 from torch import nn
@@ -35,19 +37,26 @@ class Saving(RankCalls):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint folder. Collective.
 
+        After an error (ModelCheckpoint(save_on_exception=True), OnExceptionCheckpoint) others may be elsewhere. Then
+        nothing is written, with a warning, so that the error itself goes on.
+
         Raises: CheckpointError: something cannot be written; CollectiveError: not all ranks make the call.
         """
         if storage_options is not None:
             raise CheckpointError(
                 f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
             )
-        trainer_state.save(
-            self.engine,
-            [_inner(o) for o in self.optimizers],
-            checkpoint,
-            self._randomness.state(),
-            Path(os.fspath(filepath)).absolute(),
-        )
+        path = Path(os.fspath(filepath)).absolute()
+        optimizers = [_inner(o) for o in self.optimizers]
+        try:
+            trainer_state.save(self.engine, optimizers, checkpoint, self._randomness.state(), path)
+        except CollectiveError as error:
+            if not self.interrupted:
+                raise
+            warnings.warn(
+                f"{path}: not saved: a checkpoint after an error takes all ranks, and not all have it. {error}",
+                stacklevel=2,
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.
@@ -58,6 +67,7 @@ class Saving(RankCalls):
         checkpoint = trainer_state.load_trainer(self._reader)
         aliases = self._reader.content.get("aliases", {})
         checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
+        checkpoint[SHARDED] = StoredParts(self._reader)
         if self._reader.content.get("optimizers") is not None:
             checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
         return checkpoint

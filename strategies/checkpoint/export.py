@@ -8,18 +8,24 @@ from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.errors import CheckpointError
 
 
-def export_safetensors(path: str | os.PathLike, out: str | os.PathLike) -> int:
+def export_safetensors(path: str | os.PathLike, out: str | os.PathLike, *, ema: bool = False) -> int:
     """Writes the bare module's weights and buffers (the keys, shapes and dtypes of its `state_dict`) to one file.
 
     Args:
         path: a checkpoint folder.
         out: the file to write; appears only when it is complete.
+        ema: write the averages that `ShardedEMA` keeps, for the weights that have one.
     Returns: the number of tensors written.
-    Raises: CheckpointError: `path` is not a complete checkpoint, or `out` cannot be written.
+    Raises: CheckpointError: `path` is not a complete checkpoint or has no averages, or `out` cannot be written.
     """
     reader = CheckpointReader(path)
     aliases: dict[str, str] = reader.content.get("aliases", {})
     tensors = {name: reader.read(f"model/{name}") for name in reader.names("model/")}
+    averages = reader.names("ema/") if ema else []
+    if ema and not averages:
+        raise CheckpointError(f"{reader.path} has no averaged weights: train with the callback ShardedEMA.")
+    for name in averages:
+        tensors[name] = reader.read(f"ema/{name}").to(tensors[name].dtype)
     for name, same in aliases.items():
         # The file format has no shared tensors: a tied weight is written under each of its names.
         tensors[name] = tensors[same].clone()

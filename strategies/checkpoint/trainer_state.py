@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
+from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
@@ -75,8 +76,9 @@ def _write_rank(
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [_add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
+    add_parts(checkpoint.get(SHARDED, {}), writer, engine.collectives.rank)
     if engine.collectives.rank == 0:
-        plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", SHARDED)}
         content["trainer"] = encode(plain, "trainer", tensors)
     for name, tensor in tensors.items():
         writer.add(name, tensor)

@@ -1,0 +1,46 @@
+"""Tensors beside weights and optimizer state that a checkpoint keeps in pieces, each rank its own: averages of weights.
+
+A callback puts `OwnedPart`s into `checkpoint[SHARDED]` in `on_save_checkpoint`, under names with a prefix of its own
+such as `ema/NAME`, and reads ranges of them in `on_load_checkpoint` from the `StoredParts` that is there then.
+"""
+
+from dataclasses import dataclass
+
+from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter
+from torch import Tensor
+
+SHARDED = "sharded"
+"""Their key in the Trainer's checkpoint dict."""
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """Elements [start, start + n) of a flattened tensor, which this rank writes."""
+
+    part: Tensor
+    """(n,)"""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+
+
+class StoredParts:
+    """The tensors of a checkpoint that were saved as parts, to be read in any ranges."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there."""
+        return self._reader.has(name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: some are missing."""
+        return self._reader.read(name, start, stop)
+
+
+def add_parts(parts: dict[str, OwnedPart], writer: RankWriter, rank: int) -> None:
+    """Adds this rank's parts to what it writes."""
+    for name, owned in parts.items():
+        if owned.part.numel() or (0 in owned.shape and rank == 0):
+            writer.add(name, owned.part, owned.shape, owned.start)
