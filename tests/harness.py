@@ -174,7 +174,8 @@ def _word(pipe, process, stack_file: str) -> tuple[object, str] | None:
 
 def _stack(process, path: str) -> str:
     """Asks a stuck rank for its Python stack (all threads, innermost call first)."""
-    os.kill(process.pid, STACK_SIGNAL)
+    with suppress(ProcessLookupError):  # ended a moment ago
+        os.kill(process.pid, STACK_SIGNAL)
     deadline, text = time.monotonic() + STACK_S, ""
     while time.monotonic() < deadline:
         time.sleep(0.1)

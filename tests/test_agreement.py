@@ -13,7 +13,7 @@ from shardlight.strategies.errors import CollectiveError
 
 def random_needs(rank, world_size, rounds):
     collectives, served = Collectives(dist.group.WORLD), []
-    agreement = Agreement(collectives, served.append)
+    agreement = Agreement(collectives, lambda code, own: served.append(code))
     g = torch.Generator().manual_seed(rank)
     for number in range(rounds):
         for _ in range(int(torch.randint(4, (1,), generator=g))):
@@ -31,7 +31,7 @@ def test_all_ranks_serve_the_same_needs_in_the_same_order(world_size):
 
 
 def different_points(rank, world_size):
-    agreement = Agreement(Collectives(dist.group.WORLD), lambda code: None)
+    agreement = Agreement(Collectives(dist.group.WORLD), lambda code, own: None)
     agreement.meet("start")
     with pytest.raises(CollectiveError, match="rank 0 is at 'save'; rank 1 is at 'step'; rank 2 is at 'gather x'"):
         if rank < 2:
@@ -84,7 +84,7 @@ def test_the_newest_name_of_a_function_is_used():
 def peer_dies(rank, world_size):
     if rank == 1:
         return
-    agreement = Agreement(Collectives(dist.group.WORLD), lambda code: None)
+    agreement = Agreement(Collectives(dist.group.WORLD), lambda code, own: None)
     with pytest.raises(CollectiveError, match="rank 0 of 2: 'step' failed: a peer was lost or did not arrive in time"):
         agreement.meet("step")
 

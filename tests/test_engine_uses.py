@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
-from loops import Losses, check_all_plans
+from loops import Losses, build, check_all_plans, check_released, group, rows
 from models import TinyGPT, token_batch
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import PLANS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -291,3 +293,26 @@ def check_experts(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_experts_that_differ_by_rank(world_size):
     run_ranks(check_experts, world_size, timeout_s=20)
+
+
+def waits_for_the_other(rank, world_size):
+    model = build(Blocks)
+    engine = Engine(model, PLANS["zero3"], group(world_size))
+    x = rows(0, rank)
+    with torch.no_grad(), engine.forward():
+        for _ in range(rank):
+            model(x)
+    engine.agreement.meet("after evaluation")
+    check_released(engine)
+    with engine.gathered():
+        weights = [p.clone() for p in model.parameters()]
+    with engine.forward():
+        if rank == 0:
+            assert model.head.weight.sum() != 0
+        with engine.gathered(model):
+            assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    check_released(engine)
+
+
+def test_a_rank_that_waits_for_others_keeps_none_of_their_weights():
+    run_ranks(waits_for_the_other, 2, timeout_s=20)

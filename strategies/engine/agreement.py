@@ -23,10 +23,11 @@ class Agreement:
     """The exchange described in [Note: agreement].
 
     Args:
-        serve: called with a need's code on every rank in the same order; runs that collective.
+        serve: called with a need's code on every rank in the same order, and whether the need is this rank's own; runs
+            that collective.
     """
 
-    def __init__(self, collectives: Collectives, serve: Callable[[int], None]) -> None:
+    def __init__(self, collectives: Collectives, serve: Callable[[int, bool], None]) -> None:
         self.collectives = collectives
         self._serve = serve
 
@@ -36,13 +37,13 @@ class Agreement:
         Raises: CollectiveError: a peer was lost.
         """
         if self.collectives.world_size == 1:
-            self._serve(code)
+            self._serve(code, True)
             return
         while True:
             codes = self._exchange(code, name)
             needs = sorted({c for c in codes if c < _MEET})
             for c in needs:
-                self._serve(c)
+                self._serve(c, c == code)
             if code in needs:
                 return
 
@@ -68,7 +69,7 @@ class Agreement:
             if len({c for c in codes if c >= _MEET}) > 1:
                 self._refuse(point)
             for c in needs:
-                self._serve(c)
+                self._serve(c, False)
 
     def _exchange(self, code: int, name: str) -> list[int]:
         row = torch.tensor([code], dtype=torch.int64, device=self.collectives.device)

@@ -104,11 +104,15 @@ class Engine:
         """See Weights.on_use."""
         self.weights.on_use(parameter, operation)
 
-    def _serve(self, code: int) -> None:
+    def _serve(self, code: int, own: bool) -> None:
         unit = self.table.units[code // 2]
         with torch.no_grad():
             if code % 2 == GATHER:
+                had = unit.gathered
                 unit.gather()
+                if not own and not had:
+                    # For others: a rank that waits for them must not end up with the whole model.
+                    unit.release()
             else:
                 self.gradients.reduce(unit)
 

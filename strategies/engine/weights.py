@@ -173,9 +173,9 @@ class Weights:
         wanted = {id(p) for p in (module or self.model).parameters()}
         units = [u for u in self.table.units if any(id(p) in wanted for b in u.buffers for p in b.params)]
         with torch.no_grad():
-            for unit in units:
+            for unit, everywhere in zip(units, self._gathered_everywhere(units), strict=True):
                 unit.pinned += 1
-                if not unit.gathered:
+                if not everywhere:
                     unit.gather()
         try:
             yield
@@ -186,6 +186,14 @@ class Weights:
                     if self.table.plan.shard_parameters:
                         unit.write_back()
                         unit.release(force=self.running == 0)
+
+    def _gathered_everywhere(self, units: list[Unit]) -> list[bool]:
+        # Inside a step a unit that this rank uses may be released on others. Collective.
+        if not units or not self.table.plan.shard_parameters:
+            return [True] * len(units)
+        collectives = self.table.collectives
+        row = torch.tensor([u.gathered for u in units], dtype=torch.int64, device=collectives.device)
+        return [bool(n) for n in collectives.gather_small(row, "gathered").amin(dim=0).tolist()]
 
 
 class _PackBoth:
