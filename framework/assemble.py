@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -18,6 +19,7 @@ from shardlight.framework.report import write_report
 from shardlight.framework.schema import CheckpointConfig, Config
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
+from shardlight.strategies import MixedFP16
 from shardlight.strategies.errors import ShardlightError
 
 Verb = Literal["fit", "validate", "test", "predict"]
@@ -154,16 +156,21 @@ def build_trainer(
         started: time.time() when the command started; now where None.
     """
     trainer = config.trainer
-    passed = ("accelerator", "devices", "num_nodes", "precision", "accumulate_grad_batches", "gradient_clip_val")
+    passed = ("accelerator", "devices", "num_nodes", "accumulate_grad_batches", "gradient_clip_val")
     passed += ("gradient_clip_algorithm", "val_check_interval", "check_val_every_n_epoch", "limit_train_batches")
     passed += ("limit_val_batches", "limit_test_batches", "limit_predict_batches", "log_every_n_steps", "max_epochs")
     passed += ("num_sanity_val_steps", "enable_progress_bar", "deterministic", "detect_anomaly")
     logs = verb != "predict" and not dry_run
+    plugins: list[Any] = [TorchElasticEnvironment()] if launched else []
+    if trainer.precision == "16-mixed":
+        on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
+        plugins.append(MixedFP16("cuda" if on_cuda else "cpu"))
     return Trainer(
         **{name: getattr(trainer, name) for name in passed},
         max_steps=-1 if trainer.max_steps is None else trainer.max_steps,
         strategy=config.strategy.build(),
-        plugins=[TorchElasticEnvironment()] if launched else None,
+        precision=None if trainer.precision == "16-mixed" else trainer.precision,
+        plugins=plugins,
         callbacks=build_callbacks(config, verb, run_dir, dry_run=dry_run, started=started),
         logger=TensorBoardLogger(run_dir, name="tensorboard", version="") if logs else False,
         default_root_dir=run_dir,

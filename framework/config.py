@@ -18,6 +18,7 @@ from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, Traine
 from shardlight.framework.source import BROKEN, Node, from_python
 from shardlight.strategies import STRATEGIES
 from shardlight.strategies.errors import ShardlightError
+from shardlight.strategies.options import without_effect
 
 SYNONYMS = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
@@ -236,6 +237,9 @@ class _Building:
             others = ", ".join(other for other in STRATEGIES if other != "single")
             text = f"strategy single runs in one process, but {product}. Choose {others}, or set both to 1."
             self.checker.fault(node.value["name"], text)
+        if made is not BAD and trainer is not None:
+            for option, fault in without_effect(made, trainer.precision).items():
+                self.checker.fault(node.value[option], f"strategy.{fault}")
         return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
 
     def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:

@@ -59,7 +59,7 @@ class TrainerConfig:
     """Optimizer steps after which training ends. One of max_steps and max_epochs must be set."""
     max_epochs: int | None = None
     """Passes over the training data after which training ends."""
-    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
+    precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"] = "32-true"
     """Type of parameters and arithmetic. bf16-mixed: parameters and optimizer in fp32, matrix products in bf16.
     bf16-true: everything in bf16, the optimizer too (there are no fp32 master weights)."""
     accumulate_grad_batches: int | None = None

@@ -20,7 +20,7 @@ from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.options import EngineOptions, make_options
-from shardlight.strategies.precision import sharded_precision
+from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_group
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.refusals import refuse_callbacks
@@ -140,8 +140,8 @@ class ShardedStrategy(Saving):
         super()._configure_launcher()
 
     @property
-    def precision_plugin(self) -> Precision:
-        """The Trainer's plugin, with clipping over shards."""
+    def precision_plugin(self) -> ShardedPrecision:
+        """The Trainer's plugin, with what sharding needs."""
         assert self._precision_plugin is not None
         return self._precision_plugin
 
@@ -186,7 +186,13 @@ class ShardedStrategy(Saving):
                 self.setup_optimizers(trainer)
             group = engine_group(self._process_group_backend, self.timeout_s) if self.world_size > 1 else None
             self._engine = Engine(
-                module, self.plan, group, self.options.reduce, self.options.units, self.options.recompute == "blocks"
+                module,
+                self.plan,
+                group,
+                self.options.reduce,
+                self.options.units,
+                self.options.recompute == "blocks",
+                self.precision_plugin.dtype_policy(),
             )
             _engines[module] = ref(self._engine)
         elif fitting:
@@ -243,7 +249,8 @@ class ShardedStrategy(Saving):
 
         # Lightning has divided the loss by the full accumulation factor, also in a short window, but not a manual one.
         factor = float(module.trainer.accumulate_grad_batches) if automatic else None
-        self.engine.backward(loss, self._weight, factor, run)
+        loss_scale = self.precision_plugin.loss_scale
+        self.engine.backward(loss, self._weight, factor, run, loss_scale.scale if loss_scale is not None else 1.0)
         if automatic and not self._blocked:
             self.engine.close_window()
         return self.precision_plugin.post_backward(loss, module)
@@ -268,12 +275,16 @@ class ShardedStrategy(Saving):
 
     def _note_step(self, result: StepResult) -> None:
         self.last_step_skipped = result is not StepResult.STEPPED
+        loss_scale = self.precision_plugin.loss_scale
+        lowered = loss_scale is not None and loss_scale.update(result)
         if result is StepResult.NO_WEIGHT:
             self.skipped_steps += 1
         if result is not StepResult.NOT_FINITE:
             self._not_finite_in_a_row = 0
             return
         self.not_finite_steps += 1
+        if lowered:
+            return
         self._not_finite_in_a_row += 1
         names = self.engine.window.not_finite
         which = ", ".join(f"'{n}'" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

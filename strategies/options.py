@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 from shardlight.strategies.engine.plan import Reduce
 from shardlight.strategies.errors import StrategyError
 
+REDUCE_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -23,11 +25,51 @@ class EngineOptions:
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
     forward."""
 
+    master: bool = True
+    """With precision bf16-true: whether the optimizer works on fp32 master weights. False: on the bf16 weights, which
+    takes less memory and loses small updates."""
+
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype in which gradients are sent between ranks; they are summed in fp32 whatever is sent. Unset: the dtype they
+    come in, and fp32 for sums over several micro-batches."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Names of modules whose weights zero1 to zero3 keep in fp32 under bf16-mixed and 16-mixed, e.g. a router that
+    switches autocast off."""
+
+    loss_scale: float = 65536.0
+    """With precision 16-mixed: what the loss is multiplied by at first, so that no small gradient is lost in fp16."""
+
+    loss_scale_growth_steps: int = 2000
+    """Steps without an inf or NaN after which the loss scale doubles; each inf or NaN halves it. 0: it stays."""
+
     max_not_finite_steps: int = 10
-    """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error."""
+    """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error. A step
+    that lowers the loss scale does not count."""
 
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
+
+
+_ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "master": ("bf16-true",),
+    "keep_fp32": ("bf16-mixed", "16-mixed"),
+    "loss_scale": ("16-mixed",),
+    "loss_scale_growth_steps": ("16-mixed",),
+}
+
+
+def without_effect(options: EngineOptions, precision: str) -> dict[str, str]:
+    """Returns the options that are set but mean nothing with this precision: name to what is wrong, and the mend."""
+    found = {}
+    for field in fields(options):
+        precisions = _ONLY_WITH.get(field.name, (precision,))
+        if precision not in precisions and getattr(options, field.name) != field.default:
+            found[field.name] = (
+                f"{field.name} is for trainer.precision {' or '.join(precisions)}, which is {precision} here. "
+                "Leave it out, or change the precision."
+            )
+    return found
 
 
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:
@@ -36,7 +78,11 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     Raises: TypeError: an unknown keyword; StrategyError: an option's value is impossible.
     """
     options = kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
-    choices = {"reduce": (None, *get_args(Reduce)), "recompute": ("no", "blocks")}
+    choices = {
+        "reduce": (None, *get_args(Reduce)),
+        "recompute": ("no", "blocks"),
+        "reduce_dtype": (None, *REDUCE_DTYPES),
+    }
     for name, allowed in choices.items():
         value = getattr(options, name)
         if value not in allowed:
@@ -44,6 +90,10 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
             raise StrategyError(f"{name}={value!r} is not an option of {strategy}: use {names}.")
     if options.max_not_finite_steps < 1:
         raise StrategyError(f"max_not_finite_steps={options.max_not_finite_steps!r} must be at least 1.")
+    if options.loss_scale_growth_steps < 0:
+        raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
+    if not 1.0 <= options.loss_scale < float("inf"):
+        raise StrategyError(f"loss_scale={options.loss_scale!r} must be at least 1.")
     if not options.timeout_s > 0:
         raise StrategyError(f"timeout_s={options.timeout_s!r} must be above 0 seconds.")
     for field in fields(options):

@@ -166,7 +166,7 @@ def test_the_global_batch_needs_a_batch_size(project):
 @pytest.mark.case("C023")
 def test_no_key_is_dropped_in_silence(project):
     text = GOOD + "  gradient_cliping: 1.0\n  reduce: window\nstrategy: {name: zero3, overlap_com: true}\n"
-    options = "max_not_finite_steps, recompute, reduce, timeout_s, units"
+    options = "keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, timeout_s, units"
     assert faults_of(project(text), "+strategy.stagee=3", "optimiser.lr=1") == [
         "config.yaml:9: trainer.gradient_cliping is not a key of trainer. Did you mean 'gradient_clip_val'?",
         "config.yaml:10: trainer.reduce is an option of strategy zero3, not of trainer: move it to strategy.reduce.",
@@ -218,8 +218,9 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy.name=[1]",
          "strategy.name must be a strategy, got a list. Choose from: ddp, single, zero1, zero2, zero3."),
         ("strategy={name: zero2, timeout_s: -1}", "strategy: timeout_s=-1.0 must be above 0 seconds."),
-        ("trainer.precision=16-mixed", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, bf16-true; got '16-mixed' (text). Did you mean 'bf16-mixed'?"),
-        ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, bf16-true; got 32 (number)."),
+        ("trainer.precision=fp16-mixed", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 'fp16-mixed' (text). Did you mean 'bf16-mixed'?"),
+        ("strategy={name: zero2, loss_scale: 8.0}", "strategy.loss_scale is for trainer.precision 16-mixed, which is 32-true here. Leave it out, or change the precision."),
+        ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number)."),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0."),
         ("checkpoint.save_top_k=3", "checkpoint.save_top_k is 3; without monitor it must be -1, 0 or 1."),
         ("resume=gone", "resume: there is no checkpoint gone."),
@@ -254,7 +255,7 @@ def test_a_dotted_key_in_the_file_is_told_to_nest(project):
 @pytest.mark.case("C097")
 def test_an_unknown_axis_and_a_bad_product_are_found_before_launch(project):
     assert faults_of(project(), "strategy=zero3", "strategy.tensor=4") == [
-        "command line: strategy.tensor is not an option of zero3. Choose from: max_not_finite_steps, recompute, reduce, timeout_s, units."
+        "command line: strategy.tensor is not an option of zero3. Choose from: keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, timeout_s, units."
     ]
     assert faults_of(project(), "strategy=single") == [
         "command line: strategy single runs in one process, but trainer.devices 2 x trainer.num_nodes 1 = 2. "

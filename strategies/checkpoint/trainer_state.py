@@ -32,6 +32,7 @@ def save(
     rank = engine.collectives.rank
     folder = path.with_name(f".{path.name}.writing")
     engine.agreement.meet(f"save_checkpoint {path.name}")
+    engine.take_in_changes()
 
     def prepare() -> None:
         if rank == 0:

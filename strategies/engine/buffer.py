@@ -1,22 +1,38 @@
-"""One flat buffer: the parameters of one dtype of a unit, this rank's shard of them, and their gradients.
+"""One flat buffer: the parameters of one kind of a unit, this rank's part of them, and their gradients.
 
 [Note: tensors of a buffer]
-full    (numel,)        the parameters laid end to end; they are views of it. Sharded parameters: its storage is
-                        emptied between uses (`resize_(0)`) and refilled in place, never replaced, because autograd
-                        saves views.
-shard   (shard_numel,)  this rank's part: a view of `full` where parameters are replicated, a tensor of its own else.
+full    (numel,)        the parameters laid end to end, in the dtype they are computed with; they are views of it.
+                        Sharded parameters: its storage is emptied between uses (`resize_(0)`) and refilled in place,
+                        never replaced, because autograd saves views.
+home    (numel,) or (shard_numel,)  the authoritative weights that this rank updates: all of them, or its shard where
+                        optimizer state is sharded. A view of `full` where that is always there in the same dtype,
+                        a tensor of its own else; fp32 where `full` is a 16-bit copy, see [Note: master weights].
+shard   (shard_numel,)  this rank's part of the authoritative weights: `home`, or a slice of it.
+wide    (numel,)        all authoritative weights, while `gathered` shows them instead of 16-bit copies; else None.
 local   (numel,)        this rank's gradients since they were last reduced; a sum over micro-batches.
 grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ranks until `finish` scales it.
 full_grad (numel,)      where gradients are replicated, or kept over the window, `grad` is its slice; else None.
 """
 
+from dataclasses import dataclass
+
 import torch
 from shardlight.ops.sums import CHUNK
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner, mark_gathered, mark_released
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferDtypes:
+    """See DtypePolicy; `compute` None: the parameters' own dtype."""
+
+    compute: torch.dtype | None = None
+    mixed: bool = False
+    reduce: torch.dtype | None = None
 
 
 class FlatBuffer:
@@ -35,6 +51,7 @@ class FlatBuffer:
         reduce: Reduce,
         collectives: Collectives,
         owner: Owner,
+        dtypes: BufferDtypes = BufferDtypes(),
     ) -> None:
         self.name = name
         self.plan = plan
@@ -42,25 +59,30 @@ class FlatBuffer:
         self.collectives = collectives
         self.params: list[nn.Parameter] = [p for _, p in params]
         self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], collectives.world_size, CHUNK)
-        self.dtype: torch.dtype = self.params[0].dtype
+        own: torch.dtype = self.params[0].dtype
+        self.dtype: torch.dtype = dtypes.compute or own
+        self.home_dtype: torch.dtype = master_dtype(own, dtypes.compute)
+        self.mastered: bool = self.home_dtype != self.dtype
+        """Whether the authoritative weights have another dtype than the parameters."""
+        self.reduce_dtype = dtypes.reduce
+        self._shows_home = self.mastered and dtypes.mixed
         self.device: torch.device = self.params[0].device
         self.pieces: dict[int, Piece] = {p.slot: p for p in self.layout.pieces(collectives.rank)}
         self.gathered = True
         self.full: Tensor = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.views: list[Tensor] = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.slots]
+        self.wide: Tensor | None = None
+        self.views: list[Tensor] = [self.slice(i, self.full) for i in range(len(params))]
         self._own = slice(*self.layout.shard_range(collectives.rank))
-        for parameter, view in zip(self.params, self.views, strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
-            parameter._shardlight_owner = owner
+        self._span = self._own if plan.shard_optimizer else slice(0, self.layout.numel)
+        self.home: Tensor = self._start_weights(owner)
+        self.shard: Tensor = self.home if plan.shard_optimizer else self.home[self._own]
         self._versions: list[int] = [p._version for p in self.params]
-        collectives.broadcast(self.full, f"start weights of {name}")
-        self.shard: Tensor = self.full[self._own].clone() if plan.shard_parameters else self.full[self._own]
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nans: list[Tensor] = [nan.expand(s.shape) for s in self.layout.slots]
 
-        keep_full_grad = not plan.shard_gradients or reduce == "window"
-        self._keeps_full_grad = keep_full_grad
+        self._keeps_full_grad = (not plan.shard_gradients or reduce == "window") and not (
+            self.mastered and plan.shard_optimizer
+        )
         self.full_grad: Tensor | None = None
         self.grad: Tensor | None = None
         self.local: Tensor | None = None
@@ -69,41 +91,65 @@ class FlatBuffer:
         self.reduced = False
         """Whether `grad` holds sums of this window."""
 
+    def _start_weights(self, owner: Owner) -> Tensor:
+        """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
+        start = torch.zeros_like(self.full, dtype=self.home_dtype) if self.mastered else self.full
+        for slot, (parameter, view) in enumerate(zip(self.params, self.views, strict=True)):
+            self.slice(slot, start).copy_(parameter.data)
+            parameter.data = view
+            parameter._shardlight_owner = owner
+            if self.mastered:
+                # What is shown as `p.grad` is the fp32 gradient.
+                parameter.grad_dtype = None
+        self.collectives.broadcast(start, f"start weights of {self.name}")
+        if self.mastered:
+            self.full.copy_(start)
+            return start[self._span].clone() if self.plan.shard_optimizer else start
+        return start[self._own].clone() if self.plan.shard_parameters else start[self._span]
+
     # --- parameters
 
     def gather(self) -> None:
         """Fills `full` from the shards of all ranks and makes every parameter a view of it. Collective."""
         self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-        self.collectives.all_gather(self.full, self.shard, f"gather {self.name}")
+        self._spread(f"gather {self.name}")
         if not self.gathered:
-            self._attach()
+            self._attach(self.views)
+            self.gathered = True
 
-    def _attach(self) -> None:
-        for parameter, view in zip(self.params, self.views, strict=True):
-            mark_gathered(parameter)
+    def _spread(self, caller: str) -> None:
+        if self.mastered:
+            self.full[self._span].copy_(self.home)
+        if self.plan.shard_optimizer:
+            mine = self.full[self._own] if self.mastered else self.shard
+            self.collectives.all_gather(self.full, mine, caller)
+
+    def _attach(self, views: list[Tensor]) -> None:
+        for parameter, view in zip(self.params, views, strict=True):
+            if not self.gathered:
+                mark_gathered(parameter)
             parameter.data = view
         self._note_versions()
-        self.gathered = True
 
     def _note_versions(self) -> None:
         self._versions = [p._version for p in self.params]
 
+    def _copy_of_shard(self) -> Tensor:
+        return self.shard.to(self.dtype)
+
     def changed(self) -> list[str]:
         """Returns the names of parameters that were written in place, or given other data, since they were gathered."""
-        if not self.gathered:
+        if not self.gathered or self.wide is not None:
             return []
         held = zip(self.layout.slots, self.params, self.views, self._versions, strict=True)
         found = [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
-        if found or torch.equal(self.full[self._own].view(torch.uint8), self.shard.view(torch.uint8)):
+        mine, kept = self.full[self._own], self._copy_of_shard()
+        if found or _same_bits(mine, kept):
             return found
         # Written by `p.data`, which has no version: it shows in this rank's part alone.
         for slot in self.pieces:
-            there, here = self.piece_of_shard(slot, self.full[self._own]), self.piece_of_shard(slot, self.shard)
-            if (
-                there is not None
-                and here is not None
-                and not torch.equal(there.view(torch.uint8), here.view(torch.uint8))
-            ):
+            there, here = self.piece_of_shard(slot, mine), self.piece_of_shard(slot, kept)
+            if there is not None and here is not None and not _same_bits(there, here):
                 found.append(self.layout.slots[slot].name)
         return found
 
@@ -115,23 +161,59 @@ class FlatBuffer:
             parameter.data = nan
             mark_released(parameter)
         self.full.untyped_storage().resize_(0)
+        self.wide = None
         self.gathered = False
+
+    def show_home(self, gathered: bool) -> None:
+        """Makes the parameters views of all authoritative weights. Collective.
+
+        Args:
+            gathered: every rank has `full`; equal on all ranks.
+        """
+        if not self._shows_home:
+            if not gathered:
+                self.gather()
+        elif self.wide is None:
+            self.wide = torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
+            self.collectives.all_gather(self.wide, self.shard, f"gather {self.name}")
+            self._attach([self.slice(i, self.wide) for i in range(len(self.params))])
+            self.gathered = True
 
     def publish(self) -> None:
         """After a step: every rank's updated shard becomes everyone's parameters. Collective."""
-        if self.plan.shard_optimizer and not self.plan.shard_parameters:
-            self.collectives.all_gather(self.full, self.shard, f"publish {self.name}")
+        if not self.plan.shard_parameters:
+            self._spread(f"publish {self.name}")
+
+    def shards_changed(self) -> None:
+        """After `shard` was written on every rank: it becomes everyone's parameters. Collective."""
+        if not self.plan.shard_optimizer:
+            self.collectives.all_gather(self.home, self.shard, f"publish {self.name}")
+        self.publish()
 
     def write_back(self) -> None:
-        """Takes changes made to the gathered parameters into this rank's shard."""
-        if self.gathered:
-            self.adopt_data()
-            self.shard.copy_(self.full[self._own])
-            self._note_versions()
+        """Takes changes made to the gathered parameters into this rank's authoritative weights."""
+        if not self.gathered:
+            return
+        if self.wide is not None:
+            self._adopt([self.slice(i, self.wide) for i in range(len(self.params))])
+            self.home.copy_(self.wide[self._span])
+            if self.full.untyped_storage().nbytes():
+                self.full.copy_(self.wide)
+                self._attach(self.views)
+                self.wide = None
+            return
+        self._adopt(self.views)
+        mine = self.full[self._span]
+        if self.mastered:
+            # What was not written keeps its full precision.
+            written = _bits(mine) != _bits(self.home.to(self.dtype))
+            self.home[written] = mine[written].to(self.home_dtype)
+        elif self.plan.shard_parameters:
+            self.home.copy_(mine)
+        self._note_versions()
 
-    def adopt_data(self) -> None:
-        """Takes the values of parameters whose `data` was set to another tensor into the buffer."""
-        for parameter, view in zip(self.params, self.views, strict=True):
+    def _adopt(self, views: list[Tensor]) -> None:
+        for parameter, view in zip(self.params, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
@@ -147,6 +229,9 @@ class FlatBuffer:
         if self.local is None:
             self.local = self._open_local()
         s = self.layout.slots[slot]
+        if self.local.dtype != self.home_dtype and (slot in self.touched or gradient.dtype != self.local.dtype):
+            # One contribution is kept as it came; sums are of full precision.
+            self.local = self.local.to(self.home_dtype)
         target = self.local[s.start : s.stop].view(s.shape)
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
@@ -157,17 +242,17 @@ class FlatBuffer:
             self.touched.add(slot)
 
     def _open_local(self) -> Tensor:
-        if self.reduce_policy == "window":
+        if self.reduce_policy == "window" and self._keeps_full_grad:
             # Reduced in place at the end of the window, so one buffer serves as `local` and `full_grad`.
             return self._open_full_grad()
-        return self._zeros()
+        return self._zeros(self.dtype)
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
 
     def _open_full_grad(self) -> Tensor:
         if self.full_grad is None:
-            self.full_grad = self._zeros()
+            self.full_grad = self._zeros(self.home_dtype)
             self.grad = self.full_grad[self._own]
         return self.full_grad
 
@@ -176,34 +261,45 @@ class FlatBuffer:
             if self._keeps_full_grad:
                 self._open_full_grad()
             else:
-                self.grad = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+                self.grad = torch.zeros(self.layout.shard_numel, dtype=self.home_dtype, device=self.device)
         assert self.grad is not None
         return self.grad
 
-    def reduce(self, contribute: bool) -> None:
+    def reduce(self, contribute: bool, several: bool = False) -> None:
         """Adds the sum of all ranks' `local` to `grad`, and empties `local`. Collective.
 
         Args:
             contribute: False: this rank takes part with zeros and keeps its `local`, which is not complete yet.
+            several: some rank's `local` is a sum that has more precision than one contribution; equal on all ranks.
         """
         grad = self._open_grad()
         caller = f"reduce {self.name}"
-        if self.reduce_policy == "window":
+        if self.reduce_policy == "window" and self._keeps_full_grad:
             local = self._open_local()
             self._clear_untouched(local)
-            self.collectives.reduce_scatter(local, grad, caller)
+            self.collectives.reduce_scatter(self._to_send(local, several), grad, caller)
             self.touched.clear()
             self.local = None
         else:
-            local = self.local if contribute and self.local is not None else self._zeros()
+            local = self.local if contribute and self.local is not None else self._zeros(self.dtype)
             target = torch.empty_like(grad) if self.reduced else grad
-            self.collectives.reduce_scatter(local, target, caller)
+            self.collectives.reduce_scatter(self._to_send(local, several), target, caller)
             if self.reduced:
                 grad += target
             if contribute:
                 self.touched.clear()
                 self.local = None
         self.reduced = True
+
+    def _to_send(self, local: Tensor, several: bool) -> Tensor:
+        if self.collectives.world_size == 1 or local.is_complex():
+            return local
+        # Every rank has to send the same dtype, whatever arrived at it.
+        return local.to(self.reduce_dtype or (self.home_dtype if several or self._keeps_full_grad else self.dtype))
+
+    def holds_a_sum(self) -> bool:
+        """Whether `local` has more precision than one contribution."""
+        return self.local is not None and self.local.dtype != self.dtype
 
     def _clear_untouched(self, local: Tensor) -> None:
         # The buffer is kept between windows: what nobody wrote in this one must not carry over.
@@ -225,7 +321,7 @@ class FlatBuffer:
         full = (
             self.full_grad
             if self.full_grad is not None
-            else torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            else torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
         )
         self.collectives.all_gather(full, self.grad, f"gradients of {self.name}")
         return full
@@ -245,7 +341,7 @@ class FlatBuffer:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold model state on this rank now."""
-        return [t for t in (self.full, self.shard, self.local, self.grad, self.full_grad) if t is not None]
+        return [t for t in (self.full, self.home, self.wide, self.local, self.grad, self.full_grad) if t is not None]
 
     def slice(self, slot: int, flat: Tensor) -> Tensor:
         """Returns a parameter's part of a (numel,) tensor, in its shape."""
@@ -256,3 +352,11 @@ class FlatBuffer:
         """Returns this rank's (n,) part of a parameter in a (shard_numel,) tensor, None if it owns nothing of it."""
         piece = self.pieces.get(slot)
         return None if piece is None else flat[piece.offset : piece.offset + piece.stop - piece.start]
+
+
+def _bits(flat: Tensor) -> Tensor:
+    return flat.view(torch.int16) if flat.element_size() == 2 else flat.view(torch.uint8)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bits(a), _bits(b))

@@ -14,6 +14,7 @@ Usable without Lightning:
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -47,6 +49,7 @@ class Engine:
         reduce: overrides the plan's default.
         unit_classes: see find_units.
         recompute_blocks: blocks keep only their inputs, and run again in backward.
+        dtypes: see DtypePolicy.
     """
 
     def __init__(
@@ -57,14 +60,18 @@ class Engine:
         reduce: Reduce | None = None,
         unit_classes: Sequence[str] = (),
         recompute_blocks: bool = False,
+        dtypes: DtypePolicy = AS_THEY_ARE,
     ) -> None:
         self.model = model
         self.plan = plan
+        if dtypes.mixed and not plan.shard_optimizer:
+            # fp32 weights are there anyway, and autocast makes its copies as it goes.
+            dtypes = replace(dtypes, compute=None)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.collectives = Collectives(group, device)
         self.agreement = Agreement(self.collectives, self._serve)
         with torch.no_grad():
-            self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.collectives, self)
+            self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.collectives, self, dtypes)
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
@@ -203,6 +210,7 @@ class Engine:
         self.close_window()
         self.gradients.adopt()
         self.weights.release_for_step()
+        self.take_in_changes()
         if not self.window.total_weight:
             self.open_window()
             return StepResult.NO_WEIGHT
@@ -244,12 +252,18 @@ class Engine:
         """Returns the shape of a parameter or any other tensor, also of a released one."""
         return tuple(tensor.shape)
 
+    def take_in_changes(self) -> None:
+        """Takes changes that were made to replicated parameters (in place, or of their `data`) into what is updated."""
+        if not self.plan.shard_parameters:
+            with torch.no_grad():
+                for buffer in self.buffers:
+                    buffer.write_back()
+
     def weights_changed(self) -> None:
         """Makes shards that were written from outside everyone's weights. Collective."""
         with torch.no_grad():
             for buffer in self.buffers:
-                if not self.plan.shard_parameters:
-                    self.collectives.all_gather(buffer.full, buffer.shard, f"publish {buffer.name}")
+                buffer.shards_changed()
         torch.autograd.graph.increment_version(tuple(self.table.parameters))
 
     def detach(self) -> None:
@@ -263,6 +277,7 @@ class Engine:
             if isinstance(parameter, ReleasedParameter):
                 mark_gathered(parameter)
             parameter.data = data
+            parameter.grad_dtype = data.dtype
 
     # --- accounting
 

@@ -32,9 +32,7 @@ class Gradients:
         self._agreement = agreement
         self._stand_ins: list[Tensor] = []
         if table.plan.shard_optimizer:
-            self._stand_ins = [
-                stand_in(p, self, nan) for b in table.buffers for p, nan in zip(b.params, b.nans, strict=True)
-            ]
+            self._stand_ins = [stand_in(p, self, b.home_dtype) for b in table.buffers for p in b.params]
         self._hook_gradients()
 
     def _hook_gradients(self) -> None:
@@ -86,7 +84,12 @@ class Gradients:
             self.window.counted[number] = self.window.arrived[number]
 
     def backward(
-        self, loss: Tensor, weight: float | None = None, factor: float | None = 1.0, run: Callable | None = None
+        self,
+        loss: Tensor,
+        weight: float | None = None,
+        factor: float | None = 1.0,
+        run: Callable | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         """Runs backward for one micro-batch.
 
@@ -95,13 +98,17 @@ class Gradients:
             weight: weight behind the mean (number of tokens); None: every micro-batch counts the same.
             factor: None: the window's gradient is the sum over micro-batches, not their mean.
             run: called with the loss to backpropagate; default: its `backward` method.
+            loss_scale: what the loss is multiplied by on its way through backward; the first one of a window counts.
         Raises: GradientError: see Window.
         """
         if self.window.stepped:
             self.open_window()
         self.window.add_loss(loss.detach() * (factor or 1.0), weight, factor)
         with self.running_backward():
-            scaled = loss if weight is None else loss * weight
+            if self.window.loss_scale is None:
+                self.window.loss_scale = loss_scale
+            share = self.window.loss_scale * (1.0 if weight is None else weight)
+            scaled = loss if share == 1.0 and weight is None else loss * share
             (run or Tensor.backward)(scaled)
 
     @contextmanager
@@ -138,15 +145,14 @@ class Gradients:
         """
         if self.window.closed:
             return
-        self._adopt_data()
         self._agreement.meet("end of the accumulation window")
-        row = self.window.row(len(self.table.parameters), float(self._replicas.changed())).to(
-            self.table.collectives.device
-        )
-        buffers_changed = self.window.close(
+        flags = self._replicas.changed(), any(b.holds_a_sum() for b in self.table.buffers)
+        row = self.window.row(len(self.table.parameters), flags).to(self.table.collectives.device)
+        buffers_changed, several = self.window.close(
             self.table.collectives.gather_small(row, "end of the accumulation window").cpu()
         )
         scale = self.window.factor / self.window.total_weight if self.window.total_weight else 0.0
+        scale /= self.window.loss_scale or 1.0
         with torch.no_grad():
             first = 0
             for buffer in self.table.buffers:
@@ -156,19 +162,12 @@ class Gradients:
                     continue
                 if self.table.reduce == "window":
                     self._count(buffer)
-                    buffer.reduce(True)
+                    buffer.reduce(True, several)
                 buffer.finish(scale)
             self.window.check_complete(self.table.names)
             self._show_gradients()
             if buffers_changed:
                 self._replicas.synchronise()
-
-    def _adopt_data(self) -> None:
-        # `p.data = tensor` in a step: replicated parameters take the values over; sharded ones raise at the release.
-        if not self.table.plan.shard_parameters:
-            with torch.no_grad():
-                for buffer in self.table.buffers:
-                    buffer.adopt_data()
 
     def _show_gradients(self) -> None:
         for number, parameter in enumerate(self.table.parameters):

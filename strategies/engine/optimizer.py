@@ -22,8 +22,8 @@ if hasattr(torch.optim, "Muon"):
 class LocalParameters:
     """The part of every parameter that this rank updates, as a parameter for the optimizer.
 
-    Where optimizer state is replicated that is the parameter itself; else a 1-dim view of the shard, or nothing for a
-    parameter of which this rank owns no element.
+    Where optimizer state is replicated that is the parameter itself, or its master weights; else a 1-dim view of the
+    shard, or nothing for a parameter of which this rank owns no element.
     """
 
     def __init__(self, place: dict[nn.Parameter, tuple[Unit, FlatBuffer, int]], plan: StatePlan) -> None:
@@ -37,13 +37,18 @@ class LocalParameters:
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
-        if parameter not in self._place or not self.plan.shard_optimizer:
+        if not self._stands_in(parameter):
             return parameter
         if parameter not in self._local:
             _, buffer, slot = self._place[parameter]
-            part = buffer.piece_of_shard(slot, buffer.shard)
+            sharded = self.plan.shard_optimizer
+            part = buffer.piece_of_shard(slot, buffer.shard) if sharded else buffer.slice(slot, buffer.home)
             self._local[parameter] = None if part is None else nn.Parameter(part, requires_grad=parameter.requires_grad)
         return self._local[parameter]
+
+    def _stands_in(self, parameter: nn.Parameter) -> bool:
+        place = self._place.get(parameter)
+        return place is not None and (self.plan.shard_optimizer or place[1].mastered)
 
     def name(self, parameter: nn.Parameter) -> str | None:
         """Returns the parameter's name in the model, None for one that the engine does not hold."""
@@ -82,19 +87,17 @@ class LocalParameters:
 
     def set_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Gives the optimizer's parameters their final gradients."""
-        if self.plan.shard_optimizer:
-            for parameter in parameters:
-                local = self.of(parameter)
-                if local is not None:
-                    local.grad = self.gradient(parameter)
+        for parameter in parameters:
+            local = self.of(parameter)
+            if local is not None and local is not parameter:
+                local.grad = self.gradient(parameter)
 
     def clear_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Takes them away again, so that the next step skips parameters without a gradient."""
-        if self.plan.shard_optimizer:
-            for parameter in parameters:
-                local = self.of(parameter)
-                if local is not None:
-                    local.grad = None
+        for parameter in parameters:
+            local = self.of(parameter)
+            if local is not None and local is not parameter:
+                local.grad = None
 
 
 def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
@@ -112,21 +115,19 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
                 "(AdamW, Adam, SGD, ...)" + ("." if kind is LBFGS else " or strategy ddp.")
             )
     local.take(optimizer)
-    if not local.plan.shard_optimizer:
-        return
     for group in optimizer.param_groups:
         kept = [(i, p, local.of(p)) for i, p in enumerate(group["params"])]
         if group.get("param_names") is not None:
             group["param_names"] = [group["param_names"][i] for i, _, mine in kept if mine is not None]
         for _, parameter, mine in kept:
-            state = optimizer.state.pop(parameter, None)
+            state = optimizer.state.pop(parameter, None) if mine is not parameter else None
             if state and mine is not None:
-                optimizer.state[mine] = {k: _cut(v, parameter, local) for k, v in state.items()}
+                optimizer.state[mine] = {k: _cut(v, parameter, mine, local) for k, v in state.items()}
         group["params"] = [mine for _, _, mine in kept if mine is not None]
 
 
-def _cut(value: Any, parameter: nn.Parameter, local: LocalParameters) -> Any:
+def _cut(value: Any, parameter: nn.Parameter, mine: nn.Parameter, local: LocalParameters) -> Any:
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
         start, stop = local.span(parameter)
-        return value.reshape(-1)[start:stop].clone()
+        return value.reshape(-1)[start:stop].view(mine.shape).to(mine.dtype, copy=True)
     return value

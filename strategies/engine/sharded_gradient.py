@@ -43,9 +43,10 @@ class ShardedGradient(Tensor):
             return f"Gradient(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def stand_in(parameter: nn.Parameter, source: GradientSource, nan: Tensor) -> ShardedGradient:
-    """Makes the stand-in for the gradient of `parameter`; `nan` is a NaN of its shape, dtype and device."""
-    made = torch.Tensor._make_subclass(ShardedGradient, nan)
+def stand_in(parameter: nn.Parameter, source: GradientSource, dtype: torch.dtype) -> ShardedGradient:
+    """Makes the stand-in for the gradient of `parameter`, a NaN of its shape and device; gradients are of `dtype`."""
+    nan = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+    made = torch.Tensor._make_subclass(ShardedGradient, nan.expand(parameter.shape))
     made._source = source
     made._parameter = parameter
     return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
-from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 
 
@@ -29,6 +29,29 @@ class SavedWeight:
             self.unit.saved[number] -= 1
             if not self.unit.saved[number]:
                 del self.unit.saved[number]
+
+
+class SavedCast:
+    """What autograd keeps instead of autocast's copy of a weight: unpacking it gathers the unit and casts again."""
+
+    __slots__ = ("_dtype", "_place", "_version", "parameter", "unit")
+
+    def __init__(self, parameter: nn.Parameter, unit: "Unit", copy: Tensor) -> None:
+        self.parameter = parameter
+        self.unit = unit
+        self._dtype = copy.dtype
+        self._place = copy.shape, copy.stride(), copy.storage_offset()
+        self._version: int = parameter._version
+
+    def again(self) -> Tensor:
+        """Returns the copy, made anew. Raises: GradientError: the weight was changed since forward."""
+        if self.parameter._version != self._version:
+            raise GradientError(
+                f"a weight of unit '{self.unit.name}' that backward needs was changed in place after forward. Run "
+                "backward before the step, or clone it first."
+            )
+        with torch.no_grad():
+            return self.parameter.detach().to(self._dtype, copy=True).as_strided(*self._place)
 
 
 class Unit:
@@ -80,6 +103,11 @@ class Unit:
         """Collective; see FlatBuffer.gather."""
         for buffer in self.buffers:
             buffer.gather()
+
+    def show_home(self, gathered: bool) -> None:
+        """Collective; see FlatBuffer.show_home."""
+        for buffer in self.buffers:
+            buffer.show_home(gathered)
 
     def write_back(self) -> None:
         """See FlatBuffer.write_back."""

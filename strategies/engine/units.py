@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.buffer import BufferDtypes, FlatBuffer
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.partition import UnitSpec, find_units
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
@@ -23,8 +24,11 @@ class UnitTable:
         unit_classes: Sequence[str],
         collectives: Collectives,
         owner: Owner,
+        dtypes: DtypePolicy,
     ) -> None:
         self.plan = plan
+        self._dtypes = dtypes
+        self._compute = dtypes.compute_dtypes(model)
         self.reduce: Reduce = reduce
         self.collectives = collectives
         self.specs: list[UnitSpec] = find_units(model, unit_classes)
@@ -38,10 +42,14 @@ class UnitTable:
         }
 
     def _make_unit(self, index: int, spec: UnitSpec, owner: Owner) -> Unit:
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.params:
-            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-        buffers = [FlatBuffer(spec.name, p, self.plan, self.reduce, self.collectives, owner) for p in kinds.values()]
+            kind = (parameter.dtype, self._compute.get(parameter), parameter.requires_grad)
+            kinds.setdefault(kind, []).append((name, parameter))
+        buffers = []
+        for (_, compute, _), params in kinds.items():
+            dtypes = BufferDtypes(compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce)
+            buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.collectives, owner, dtypes))
         return Unit(index, spec.name, spec.keep, buffers)
 
     def refresh(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.partition import UnitSpec
-from shardlight.strategies.engine.unit import SavedWeight, Unit
+from shardlight.strategies.engine.unit import SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class Weights:
             # In backward this is a recomputation: the unit is needed until its gradients have arrived.
             if self.running and not unit.keep and not _in_backward():
                 unit.release()
+                # Autocast would keep its copies of fp32 weights to the end of the step.
+                torch.clear_autocast_cache()
 
         for root in spec.roots:
             self.handles.append(root.register_forward_pre_hook(before, prepend=True))
@@ -89,13 +91,28 @@ class Weights:
             unit = (
                 self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
             )
-            return (tensor, tensor._version) if unit is None else SavedWeight(unit, tensor)
+            if unit is not None:
+                return SavedWeight(unit, tensor)
+            return self._cast_weight(tensor) or (tensor, tensor._version)
         return tensor, None
+
+    def _cast_weight(self, tensor: Tensor) -> "SavedCast | None":
+        base = tensor if tensor._base is None else tensor._base
+        node = base.grad_fn
+        if node is None or type(node).__name__ != "ToCopyBackward0":
+            return None
+        parameter = getattr(node.next_functions[0][0], "variable", None)
+        if parameter is None or parameter not in self.table.place:
+            return None
+        return SavedCast(parameter, self.table.place[parameter][0], tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, SavedWeight):
             tensor, version = packed.tensor, packed.version
             self.gather(packed.unit)
+        elif isinstance(packed, SavedCast):
+            self.gather(packed.unit)
+            return packed.again()
         else:
             tensor, version = packed
         # With hooks autograd leaves this check to us.
@@ -155,12 +172,9 @@ class Weights:
 
         Raises: StrategyError: weights are held by `gathered`, by a view, or were changed.
         """
-        if self.table.plan.shard_parameters:
-            for unit in self.table.units:
-                if unit.pinned:
-                    raise StrategyError(
-                        "an optimizer step inside `with strategy.gathered(...)`: leave the context first."
-                    )
+        for unit in self.table.units:
+            if unit.pinned and any(b.wide is not None or self.table.plan.shard_parameters for b in unit.buffers):
+                raise StrategyError("an optimizer step inside `with strategy.gathered(...)`: leave the context first.")
                 unit.release(force=True)
 
     @contextmanager
@@ -175,17 +189,17 @@ class Weights:
         with torch.no_grad():
             for unit, everywhere in zip(units, self._gathered_everywhere(units), strict=True):
                 unit.pinned += 1
-                if not everywhere:
-                    unit.gather()
+                unit.show_home(everywhere)
         try:
             yield
         finally:
             with torch.no_grad():
                 for unit in units:
                     unit.pinned -= 1
-                    if self.table.plan.shard_parameters:
+                    if not unit.pinned:
                         unit.write_back()
-                        unit.release(force=self.running == 0)
+                        if self.table.plan.shard_parameters:
+                            unit.release(force=self.running == 0)
 
     def _gathered_everywhere(self, units: list[Unit]) -> list[bool]:
         # Inside a step a unit that this rank uses may be released on others. Collective.
@@ -205,11 +219,11 @@ class _PackBoth:
 
     def __call__(self, tensor: Tensor) -> Any:
         packed = self._ours(tensor)
-        return packed if isinstance(packed, SavedWeight) else (self._outer(tensor),)
+        return packed if isinstance(packed, SavedWeight | SavedCast) else (self._outer(tensor),)
 
 
 def _unpack_both(ours: Callable[[Any], Tensor], outer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    return lambda packed: ours(packed) if isinstance(packed, SavedWeight) else outer(packed[0])
+    return lambda packed: ours(packed) if isinstance(packed, SavedWeight | SavedCast) else outer(packed[0])
 
 
 def _in_backward() -> bool:

@@ -45,6 +45,8 @@ class Window:
     """An optimizer has used them: the next backward opens a new window."""
     total_weight: float = 0.0
     total_loss: float = 0.0
+    loss_scale: float | None = None
+    """What each loss was multiplied by before backward, against underflow of fp16 gradients; None: no backward yet."""
     used: list[bool] = field(default_factory=list)
     """By parameter number: some rank had a gradient for it."""
 
@@ -98,21 +100,21 @@ class Window:
             ]
             raise GradientError(f"gradients of this window are missing from the reduction: {', '.join(wrong)}.")
 
-    def row(self, n_params: int, flag: float) -> Tensor:
-        """Returns (3 + n_params,) fp64: loss sum, weight sum, a flag, and which parameters have a gradient."""
-        row = torch.zeros(3 + n_params, dtype=torch.float64)
-        row[0], row[1], row[2] = self.loss_sum, self.weight_sum, flag
+    def row(self, n_params: int, flags: tuple[bool, bool]) -> Tensor:
+        """Returns (4 + n_params,) fp64: loss sum, weight sum, two flags, and which parameters have a gradient."""
+        row = torch.zeros(4 + n_params, dtype=torch.float64)
+        row[:4] = torch.tensor([self.loss_sum, self.weight_sum, *map(float, flags)], dtype=torch.float64)
         if self.arrived:
-            row[3 + torch.tensor(sorted(self.arrived))] = 1.0
+            row[4 + torch.tensor(sorted(self.arrived))] = 1.0
         return row
 
-    def close(self, rows: Tensor) -> bool:
-        """Takes in the rows of all ranks, (world_size, 3 + n_params); returns whether any rank raised its flag."""
+    def close(self, rows: Tensor) -> tuple[bool, bool]:
+        """Takes in the rows of all ranks, (world_size, 4 + n_params); returns for each flag if any rank raised it."""
         totals = rows.sum(dim=0)
         self.total_loss, self.total_weight = float(totals[0]), float(totals[1])
-        self.used = (totals[3:] > 0).tolist()
+        self.used = (totals[4:] > 0).tolist()
         self.closed = True
-        return bool(totals[2] > 0)
+        return bool(totals[2] > 0), bool(totals[3] > 0)
 
     @property
     def mean_loss(self) -> float:
