@@ -10,6 +10,22 @@ Reduce = Literal["micro_batch", "window"]
 
 
 @dataclass(frozen=True)
+class StateWidths:
+    """Bytes per parameter: of the weights a model computes with, their masters, gradients, and optimizer state."""
+
+    weight: int
+    master: int
+    gradient: int
+    optimizer: int
+
+
+FP32 = StateWidths(weight=4, master=0, gradient=4, optimizer=8)
+"""Adam in fp32: two moments."""
+MASTERED = StateWidths(weight=2, master=4, gradient=4, optimizer=8)
+"""Adam on fp32 masters of 16-bit weights; gradients are summed in fp32."""
+
+
+@dataclass(frozen=True)
 class StatePlan:
     """One row of the table: what a rank keeps of parameters, gradients and optimizer state.
 
@@ -24,14 +40,24 @@ class StatePlan:
     reduce: Reduce
     single_process: bool = False
 
-    def state_bytes(self, numel: int, world_size: int, bytes_per_element: int = 4) -> float:
-        """Model state per rank between two steps, in bytes, for an optimizer with two moments (Adam).
+    def state_bytes(self, numel: int, world_size: int, widths: StateWidths = FP32) -> float:
+        """Model state per rank between two steps, in bytes.
 
         Args:
             numel: number of parameters of the model.
+            widths: bytes per parameter of each kind of state.
         """
-        parts = (self.shard_parameters, self.shard_gradients, self.shard_optimizer, self.shard_optimizer)
-        return sum(bytes_per_element * numel / (world_size if sharded else 1) for sharded in parts)
+        updated = numel / (world_size if self.shard_optimizer else 1)
+        if not widths.master:
+            weights = widths.weight * numel / (world_size if self.shard_parameters else 1)
+            gradients = widths.gradient * numel / (world_size if self.shard_gradients else 1)
+            return weights + gradients + widths.optimizer * updated
+        # With master weights the 16-bit copies of sharded parameters live only while their unit is in use, and the
+        # gradients of this rank's masters are all that is kept of a window.
+        copies = 0 if self.shard_parameters else widths.weight
+        return numel * (
+            copies + (widths.master + widths.gradient + widths.optimizer) / (n if self.shard_optimizer else 1)
+        )
 
     def wire_elements(self, numel: int, world_size: int, micro_batches: int, reduce: Reduce) -> float:
         """Elements that one rank sends per optimizer step (parameters gathered in forward and again in backward)."""
