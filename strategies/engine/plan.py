@@ -54,10 +54,8 @@ class StatePlan:
             return weights + gradients + widths.optimizer * updated
         # With master weights the 16-bit copies of sharded parameters live only while their unit is in use, and the
         # gradients of this rank's masters are all that is kept of a window.
-        copies = 0 if self.shard_parameters else widths.weight
-        return numel * (
-            copies + (widths.master + widths.gradient + widths.optimizer) / (n if self.shard_optimizer else 1)
-        )
+        copies = 0 if self.shard_parameters else widths.weight * numel
+        return copies + (widths.master + widths.gradient + widths.optimizer) * updated
 
     def wire_elements(self, numel: int, world_size: int, micro_batches: int, reduce: Reduce) -> float:
         """Elements that one rank sends per optimizer step (parameters gathered in forward and again in backward)."""

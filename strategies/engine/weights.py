@@ -175,6 +175,7 @@ class Weights:
         for unit in self.table.units:
             if unit.pinned and any(b.wide is not None or self.table.plan.shard_parameters for b in unit.buffers):
                 raise StrategyError("an optimizer step inside `with strategy.gathered(...)`: leave the context first.")
+            if self.table.plan.shard_parameters:
                 unit.release(force=True)
 
     @contextmanager
