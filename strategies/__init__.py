@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.ema import ShardedEMA
+from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
 from shardlight.strategies.options import EngineOptions
 from shardlight.strategies.precision import MixedFP16
 from shardlight.strategies.zero import DDP, Single, ZeRO1, ZeRO2, ZeRO3
@@ -23,4 +24,6 @@ __all__ = [
     "ZeRO1",
     "ZeRO2",
     "ZeRO3",
+    "deferred_init",
+    "materialise",
 ]

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.window import StepResult
@@ -176,10 +177,12 @@ class ShardedStrategy(Saving):
         self._refuse(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         holder = _engines[module]() if module in _engines else None
-        if holder is not None and holder is not self._engine:
-            holder.detach()
+        if holder is not None and (holder is not self._engine or not holder.holds(module)):
+            holder.detach()  # another Trainer's, or of a module that has been given other parameters since
+            self._engine = None
         if self._engine is None or self._engine.model is not module:
             self._engine = None
+            refuse_unrecorded(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             if fitting:
@@ -202,6 +205,7 @@ class ShardedStrategy(Saving):
             self._reset_optimizers_and_schedulers()
         for optimizer in self.optimizers:
             self.engine.take_optimizer(optimizer)
+        materialise_others()
         for config in self.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
                 hold_when_skipped(config.scheduler, self)
@@ -215,6 +219,22 @@ class ShardedStrategy(Saving):
                 f"{type(self._checkpoint_io).__name__} is not used by {self.plan.name}, which writes folders of "
                 "its own: leave the checkpoint plugin out."
             )
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around `configure_model` and in `trainer.init_module()`: where and how a module's tensors are made.
+
+        With the option `defer`, or with `empty_init=True` unless `defer` is False, they take no memory before they are
+        sharded. Either way they get the values of their own initialisation.
+        """
+        defer = self.options.defer
+        if empty_init is None:
+            deferred = self.plan.shard_parameters if defer is None else defer
+        else:
+            deferred = empty_init and defer is not False
+        with deferred_init(self.root_device) if deferred else self.root_device:
+            with self.precision_plugin.tensor_init_context():
+                yield
 
     def model_to_device(self) -> None:
         """Moves the module to this rank's device, before it is sharded."""

@@ -43,6 +43,10 @@ class EngineOptions:
     loss_scale_growth_steps: int = 2000
     """Steps without an inf or NaN after which the loss scale doubles; each inf or NaN halves it. 0: it stays."""
 
+    defer: bool | None = None
+    """Whether the module is built without memory, and each unit gets its values when it is sharded: those of an
+    ordinary construction. Unset: under zero3."""
+
     max_not_finite_steps: int = 10
     """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error. A step
     that lowers the loss scale does not count."""

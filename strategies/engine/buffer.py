@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from shardlight.ops.sums import CHUNK
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
 from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -66,7 +67,7 @@ class FlatBuffer:
         """Whether the authoritative weights have another dtype than the parameters."""
         self.reduce_dtype = dtypes.reduce
         self._shows_home = self.mastered and dtypes.mixed
-        self.device: torch.device = self.params[0].device
+        self.device: torch.device = home_of(self.params[0])
         self.pieces: dict[int, Piece] = {p.slot: p for p in self.layout.pieces(collectives.rank)}
         self.gathered = True
         self.full: Tensor = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
@@ -95,8 +96,9 @@ class FlatBuffer:
         """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
         start = torch.zeros_like(self.full, dtype=self.home_dtype) if self.mastered else self.full
         for slot, (parameter, view) in enumerate(zip(self.params, self.views, strict=True)):
-            self.slice(slot, start).copy_(parameter.data)
-            parameter.data = view
+            if self.collectives.rank == 0:
+                write_values(self.slice(slot, start), parameter, self.layout.slots[slot].name)
+            become(parameter, view)
             parameter._shardlight_owner = owner
             if self.mastered:
                 # What is shown as `p.grad` is the fp32 gradient.

@@ -23,6 +23,7 @@ from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
@@ -43,7 +44,8 @@ class Engine:
     """Owns the sharded state of one model.
 
     Args:
-        model: on its device, with full parameters; equal structure on all ranks. Rank 0's weights and buffers win.
+        model: on its device, with full parameters or built under `deferred_init`; equal structure on all ranks. Rank
+            0's weights and buffers win.
         plan: the row of the ZeRO table.
         group: process group of the data-parallel ranks; None: one process.
         reduce: overrides the plan's default.
@@ -67,10 +69,11 @@ class Engine:
         if dtypes.mixed and not plan.shard_optimizer:
             # fp32 weights are there anyway, and autocast makes its copies as it goes.
             dtypes = replace(dtypes, compute=None)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
         self.collectives = Collectives(group, device)
         self.agreement = Agreement(self.collectives, self._serve)
         with torch.no_grad():
+            materialise_buffers(model)
             self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.collectives, self, dtypes)
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
@@ -111,6 +114,11 @@ class Engine:
     def buffers(self) -> list[FlatBuffer]:
         """All flat buffers, in order."""
         return self.table.buffers
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether this engine was made for the model and its parameters are still the model's."""
+        floating = (p for p in model.parameters() if p.is_floating_point() or p.is_complex())
+        return self.model is model and all(p in self.table.place for p in floating)
 
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """See Weights.on_use."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.deferred.tensors import materialise_tensors
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.errors import StrategyError
@@ -124,6 +125,8 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
             if state and mine is not None:
                 optimizer.state[mine] = {k: _cut(v, parameter, mine, local) for k, v in state.items()}
         group["params"] = [mine for _, _, mine in kept if mine is not None]
+    made = [(f"optimizer state '{k}'", v) for s in optimizer.state.values() for k, v in s.items()]
+    materialise_tensors((k, v) for k, v in made if isinstance(v, Tensor))
 
 
 def _cut(value: Any, parameter: nn.Parameter, mine: nn.Parameter, local: LocalParameters) -> Any:

@@ -50,7 +50,11 @@ class UnitTable:
         for (_, compute, _), params in kinds.items():
             dtypes = BufferDtypes(compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce)
             buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.collectives, owner, dtypes))
-        return Unit(index, spec.name, spec.keep, buffers)
+        unit = Unit(index, spec.name, spec.keep, buffers)
+        if self.plan.shard_parameters:
+            # At once: a model that was built deferred is never whole on any rank.
+            unit.release()
+        return unit
 
     def refresh(self) -> None:
         """Takes note of which parameters are trainable now."""

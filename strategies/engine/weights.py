@@ -32,7 +32,6 @@ class Weights:
         if table.plan.shard_parameters:
             for unit, spec in zip(table.units, table.specs, strict=True):
                 self._hook_forward(unit, spec)
-                unit.release()
 
     def _hook_forward(self, unit: Unit, spec: UnitSpec) -> None:
         def before(module: nn.Module, args: Any) -> None:

@@ -1,0 +1,1 @@
+"""Building a module without memory: its initialisation is recorded, and replayed unit by unit when it is sharded."""
