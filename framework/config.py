@@ -240,6 +240,10 @@ class _Building:
         if made is not BAD and trainer is not None:
             for option, fault in without_effect(made, trainer.precision).items():
                 self.checker.fault(node.value[option], f"strategy.{fault}")
+            if made.shard_group and world_size % made.shard_group:
+                fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                text = f"{world_size} ranks do not divide into groups of {made.shard_group}. Use one of {fits}."
+                self.checker.fault(node.value["shard_group"], f"strategy.shard_group is {made.shard_group}: {text}")
         return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
 
     def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import StatePlan
@@ -22,7 +23,7 @@ from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.options import EngineOptions, make_options
 from shardlight.strategies.precision import ShardedPrecision, sharded_precision
-from shardlight.strategies.process_group import engine_group
+from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.refusals import refuse_callbacks
 from shardlight.strategies.saving import Saving
@@ -187,11 +188,11 @@ class ShardedStrategy(Saving):
             self.model_to_device()
             if fitting:
                 self.setup_optimizers(trainer)
-            group = engine_group(self._process_group_backend, self.timeout_s) if self.world_size > 1 else None
+            groups = self._engine_groups()
             self._engine = Engine(
                 module,
                 self.plan,
-                group,
+                groups,
                 self.options.reduce,
                 self.options.units,
                 self.options.recompute == "blocks",
@@ -210,6 +211,11 @@ class ShardedStrategy(Saving):
             if config.interval == "step" and not config.reduce_on_plateau:
                 hold_when_skipped(config.scheduler, self)
         self.setup_precision_plugin()
+
+    def _engine_groups(self) -> EngineGroups | None:
+        if self.world_size == 1:
+            return None
+        return engine_groups(self._process_group_backend, self.timeout_s, self.options.shard_group)
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None and self.root_device.type == "cpu":

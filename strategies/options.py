@@ -21,6 +21,10 @@ class EngineOptions:
     """Class names of modules that are gathered and reduced as one unit each. Empty: the blocks of the model's repeated
     block lists."""
 
+    shard_group: int | None = None
+    """Hybrid sharding for zero1 to zero3: state is sharded within groups of this many ranks that follow each other (the
+    devices of a node), and replicated across the groups: gathers stay within a group. Unset: sharded over all ranks."""
+
     recompute: Literal["no", "blocks"] = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
     forward."""
@@ -94,6 +98,10 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
             raise StrategyError(f"{name}={value!r} is not an option of {strategy}: use {names}.")
     if options.max_not_finite_steps < 1:
         raise StrategyError(f"max_not_finite_steps={options.max_not_finite_steps!r} must be at least 1.")
+    if options.shard_group is not None and options.shard_group < 1:
+        raise StrategyError(f"shard_group={options.shard_group!r} must be at least 1 rank.")
+    if options.shard_group is not None and strategy in ("single", "ddp"):
+        raise StrategyError(f"shard_group is for zero1, zero2 and zero3: {strategy} shards nothing. Leave it out.")
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

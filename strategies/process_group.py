@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from shardlight.strategies.engine.collectives import let_go_of_groups
-from shardlight.strategies.errors import LaunchError
+from shardlight.strategies.engine.collectives import EngineGroups, let_go_of_groups
+from shardlight.strategies.errors import LaunchError, StrategyError
 
 STORE_VARIABLE = "SHARDLIGHT_STORE"
 """Names a file for the rendezvous of ranks on one host; a launcher that sets it needs no port."""
@@ -64,20 +64,42 @@ def _end() -> None:
     gc.collect()
 
 
-_engine_groups: dict[tuple[str, float], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
-"""By backend and timeout: the default group it was made in, and the group."""
+_engine_groups: dict[tuple[str, float, int], tuple[dist.ProcessGroup | None, EngineGroups]] = {}
+"""By backend, timeout and size of a shard group: the default group they were made in, and the groups."""
 
 
-def engine_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Returns a group of all ranks for the collectives of the engine alone. Collective.
+def engine_groups(backend: str, timeout_s: float, shard_size: int | None = None) -> EngineGroups:
+    """Returns groups for the collectives of the engine alone: all ranks, and what `shard_size` cuts them into.
 
-    One Trainer after the other uses the same: a gloo group has threads and sockets, which stay until the process ends.
+    Shard groups are `shard_size` ranks that follow each other; ranks at one place of all shard groups are a replicate
+    group. Collective. One Trainer after the other uses the same: a gloo group has threads and sockets, which stay until
+    the process ends.
+
+    Raises: StrategyError: the number of ranks does not divide by `shard_size`.
     """
-    made_in, group = _engine_groups.get((backend, timeout_s), (None, None))
-    if group is None or made_in is not dist.group.WORLD:
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=backend)
-        _engine_groups[backend, timeout_s] = dist.group.WORLD, group
-    return group
+    ranks = dist.get_world_size()
+    size = shard_size or ranks
+    if ranks % size:
+        fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise StrategyError(
+            f"strategy.shard_group: {size}: {ranks} ranks do not divide into groups of {size}. Use one of {fit}."
+        )
+    made_in, groups = _engine_groups.get((backend, timeout_s, size), (None, None))
+    if groups is None or made_in is not dist.group.WORLD:
+
+        def new(lists: list[list[int]]) -> dist.ProcessGroup:
+            # Every rank makes every group, in one order.
+            made = [dist.new_group(r, timeout=timedelta(seconds=timeout_s), backend=backend) for r in lists]
+            return next(g for g, r in zip(made, lists, strict=True) if dist.get_rank() in r)
+
+        world = new([list(range(ranks))])
+        if size == ranks:
+            groups = EngineGroups(world)
+        else:
+            shard = new([list(range(first, first + size)) for first in range(0, ranks, size)])
+            groups = EngineGroups(world, shard, new([list(range(place, ranks, size)) for place in range(size)]))
+        _engine_groups[backend, timeout_s, size] = dist.group.WORLD, groups
+    return groups
 
 
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:

@@ -77,7 +77,7 @@ def sharded(
     """The same under a row of the ZeRO table; nothing may be gathered between the steps."""
     model, out = build(make, dtype), Outcome()
     opt = optimizer(model)
-    engine = Engine(model, PLANS[plan], group(world), **options)
+    engine = Engine(model, PLANS[plan], options.pop("groups", None) or group(world), **options)
     engine.take_optimizer(opt)
     for step in range(steps):
         before = engine.collectives.calls.copy()

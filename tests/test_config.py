@@ -166,7 +166,7 @@ def test_the_global_batch_needs_a_batch_size(project):
 @pytest.mark.case("C023")
 def test_no_key_is_dropped_in_silence(project):
     text = GOOD + "  gradient_cliping: 1.0\n  reduce: window\nstrategy: {name: zero3, overlap_com: true}\n"
-    options = "keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, timeout_s, units"
+    options = "keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, shard_group, timeout_s, units"
     assert faults_of(project(text), "+strategy.stagee=3", "optimiser.lr=1") == [
         "config.yaml:9: trainer.gradient_cliping is not a key of trainer. Did you mean 'gradient_clip_val'?",
         "config.yaml:10: trainer.reduce is an option of strategy zero3, not of trainer: move it to strategy.reduce.",
@@ -255,7 +255,7 @@ def test_a_dotted_key_in_the_file_is_told_to_nest(project):
 @pytest.mark.case("C097")
 def test_an_unknown_axis_and_a_bad_product_are_found_before_launch(project):
     assert faults_of(project(), "strategy=zero3", "strategy.tensor=4") == [
-        "command line: strategy.tensor is not an option of zero3. Choose from: keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, timeout_s, units."
+        "command line: strategy.tensor is not an option of zero3. Choose from: keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, shard_group, timeout_s, units."
     ]
     assert faults_of(project(), "strategy=single") == [
         "command line: strategy single runs in one process, but trainer.devices 2 x trainer.num_nodes 1 = 2. "

@@ -100,7 +100,7 @@ def weights_of(engine):
     out = {}
     for buffer in engine.buffers:
         whole = torch.empty(buffer.layout.numel, dtype=buffer.home_dtype)
-        engine.collectives.all_gather(whole, buffer.shard.clone(), "test")
+        engine.ranks.shard.all_gather(whole, buffer.shard.clone(), "test")
         out |= {
             s.name.removeprefix("model."): buffer.slice(i, whole).clone() for i, s in enumerate(buffer.layout.slots)
         }

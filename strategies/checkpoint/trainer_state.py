@@ -77,7 +77,8 @@ def _write_rank(
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [_add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
-    add_parts(checkpoint.get(SHARDED, {}), writer, engine.collectives.rank)
+    if engine.writes_pieces:
+        add_parts(checkpoint.get(SHARDED, {}), writer, engine.collectives.rank)
     if engine.collectives.rank == 0:
         plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", SHARDED)}
         content["trainer"] = encode(plain, "trainer", tensors)
@@ -102,7 +103,7 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
         if piece is not None:
             start, part = piece
-            if part.numel() or (value.numel() == 0 and engine.collectives.rank == 0):
+            if (part.numel() and engine.writes_pieces) or (value.numel() == 0 and engine.collectives.rank == 0):
                 writer.add(f"model/{name}", part, engine.full_shape(value), start)
         elif engine.collectives.rank == 0:
             writer.add(f"model/{name}", value)
@@ -129,7 +130,7 @@ def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: Ran
             scalars = {}
             for key, value in optimizer.state[mine].items():
                 if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
-                    if local.plan.shard_optimizer or engine.collectives.rank == 0:
+                    if engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0:
                         writer.add(
                             f"optimizer/{index}/{name}/{key}", value.reshape(-1), engine.full_shape(parameter), start
                         )

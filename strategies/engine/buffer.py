@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from shardlight.ops.sums import CHUNK
-from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
 from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.layout import FlatLayout, Piece
@@ -50,14 +50,15 @@ class FlatBuffer:
         params: list[tuple[str, nn.Parameter]],
         plan: StatePlan,
         reduce: Reduce,
-        collectives: Collectives,
+        ranks: Ranks,
         owner: Owner,
         dtypes: BufferDtypes = BufferDtypes(),
     ) -> None:
         self.name = name
         self.plan = plan
         self.reduce_policy = reduce
-        self.collectives = collectives
+        self.ranks = ranks
+        self.collectives = collectives = ranks.shard
         self.params: list[nn.Parameter] = [p for _, p in params]
         self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], collectives.world_size, CHUNK)
         own: torch.dtype = self.params[0].dtype
@@ -103,7 +104,7 @@ class FlatBuffer:
             if self.mastered:
                 # What is shown as `p.grad` is the fp32 gradient.
                 parameter.grad_dtype = None
-        self.collectives.broadcast(start, f"start weights of {self.name}")
+        self.ranks.world.broadcast(start, f"start weights of {self.name}")
         if self.mastered:
             self.full.copy_(start)
             return start[self._span].clone() if self.plan.shard_optimizer else start
@@ -312,6 +313,7 @@ class FlatBuffer:
     def finish(self, scale: float) -> None:
         """Ends the window: sums become means; replicated gradients come to every rank. Collective."""
         assert self.grad is not None
+        self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
         if scale != 1.0:
             self.grad *= scale
         if not self.plan.shard_gradients and not self.plan.shard_optimizer:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -37,21 +38,44 @@ def let_go_of_groups() -> None:
         collectives.group = None
 
 
+@dataclass(frozen=True)
+class EngineGroups:
+    """The process groups of an engine. Unset: state is sharded over all ranks, and nothing is replicated."""
+
+    world: dist.ProcessGroup | None
+    shard: dist.ProcessGroup | None = None
+    replicate: dist.ProcessGroup | None = None
+
+
 class Collectives:
     """Collectives over one process group; with one rank each is the identity and nothing is sent.
 
     `bytes_sent` counts what this rank has to send to others by the algorithm used, `calls` counts calls by name. Small
     control messages (agreements, statistics) are counted as well.
+
+    Args:
+        group: None: one process.
+        together: counts there, and not apart.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str = "cpu",
+        together: "Collectives | None" = None,
+    ) -> None:
         self.group = group
         _in_use.add(self)
         self.device = torch.device(device)
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.world_size: int = dist.get_world_size(group) if group is not None else 1
-        self.bytes_sent: int = 0
-        self.calls: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter() if together is None else together._counts
+        self.calls: Counter[str] = Counter() if together is None else together.calls
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self._counts["bytes"]
 
     def all_gather(self, full: Tensor, shard: Tensor, caller: str) -> None:
         """Fills `full` with the shards of all ranks in rank order.
@@ -95,6 +119,23 @@ class Collectives:
             dist.all_to_all_single(real_view(received), real_view(full), group=self.group)
         sum_in_rank_order(received.view(self.world_size, -1), out)
 
+    def all_reduce(self, tensor: Tensor, caller: str) -> None:
+        """Overwrites (n,) `tensor` with its sum over all ranks, taken in rank order.
+
+        Raises: CollectiveError: a peer was lost or did not arrive in time.
+        Cost: 2 (world_size - 1) / world_size * tensor.nbytes sent per rank.
+        Example: two ranks holding [1, 2] and [3, 4]: both get [4, 6].
+        """
+        if self.world_size == 1:
+            return
+        part = -(-tensor.numel() // self.world_size)
+        padded = tensor.new_zeros(part * self.world_size)
+        padded[: tensor.numel()] = tensor
+        own = padded[part * self.rank : part * (self.rank + 1)]
+        self.reduce_scatter(padded, own, caller)
+        self.all_gather(padded, own, caller)
+        tensor.copy_(padded[: tensor.numel()])
+
     def gather_small(self, values: Tensor, caller: str) -> Tensor:
         """Returns the (world_size, n) rows that the ranks hold, for small control values (n equal on all ranks)."""
         if self.world_size == 1:
@@ -126,7 +167,7 @@ class Collectives:
 
     def _count(self, name: str, nbytes: int) -> None:
         self.calls[name] += 1
-        self.bytes_sent += nbytes
+        self._counts["bytes"] += nbytes
 
     @contextmanager
     def _named(self, caller: str) -> Iterator[None]:
@@ -137,3 +178,16 @@ class Collectives:
                 f"rank {self.rank} of {self.world_size}: '{caller}' failed: a peer was lost or did not arrive in time "
                 f"({str(error).splitlines()[0]}). Look at the other ranks' output for the cause."
             ) from error
+
+
+class Ranks:
+    """The collectives of an engine: over all ranks, those that share one set of shards, and those that hold the same.
+
+    With hybrid sharding (Zhang et al. 2022, MiCS, arXiv 2205.00119) a shard group has all shards of the model, and
+    gradients of shards are added up over the replicate groups; else there is one shard group, and no replica.
+    """
+
+    def __init__(self, groups: EngineGroups, device: torch.device | str = "cpu") -> None:
+        self.world = Collectives(groups.world, device)
+        self.shard = self.world if groups.shard is None else Collectives(groups.shard, device, self.world)
+        self.replicate = Collectives(groups.replicate, device, self.world)

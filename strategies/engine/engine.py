@@ -22,7 +22,7 @@ from shardlight.ops.sums import real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
-from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
@@ -47,7 +47,7 @@ class Engine:
         model: on its device, with full parameters or built under `deferred_init`; equal structure on all ranks. Rank
             0's weights and buffers win.
         plan: the row of the ZeRO table.
-        group: process group of the data-parallel ranks; None: one process.
+        group: process group of the data-parallel ranks, or the groups of hybrid sharding; None: one process.
         reduce: overrides the plan's default.
         unit_classes: see find_units.
         recompute_blocks: blocks keep only their inputs, and run again in backward.
@@ -58,7 +58,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: StatePlan,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | EngineGroups | None = None,
         reduce: Reduce | None = None,
         unit_classes: Sequence[str] = (),
         recompute_blocks: bool = False,
@@ -70,11 +70,12 @@ class Engine:
             # fp32 weights are there anyway, and autocast makes its copies as it goes.
             dtypes = replace(dtypes, compute=None)
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
-        self.collectives = Collectives(group, device)
+        self.ranks = Ranks(group if isinstance(group, EngineGroups) else EngineGroups(group), device)
+        self.collectives = self.ranks.world
         self.agreement = Agreement(self.collectives, self._serve)
         with torch.no_grad():
             materialise_buffers(model)
-            self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.collectives, self, dtypes)
+            self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes)
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
@@ -160,7 +161,7 @@ class Engine:
             if self.plan.shard_optimizer:
                 self.agreement.meet("gradient norm")
             with torch.no_grad():
-                self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.collectives)
+                self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.ranks.shard)
         return self.window.norms[key]
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -260,6 +261,11 @@ class Engine:
         piece = buffer.pieces.get(slot)
         part = buffer.piece_of_shard(slot, buffer.shard)
         return (0, buffer.shard[:0]) if piece is None or part is None else (piece.start, part)
+
+    @property
+    def writes_pieces(self) -> bool:
+        """Whether this rank's pieces go into a checkpoint; with hybrid sharding other ranks hold the same."""
+        return self.ranks.replicate.rank == 0
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Returns the shape of a parameter or any other tensor, also of a released one."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from shardlight.strategies.engine.buffer import BufferDtypes, FlatBuffer
-from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.partition import UnitSpec, find_units
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -22,7 +22,7 @@ class UnitTable:
         plan: StatePlan,
         reduce: Reduce,
         unit_classes: Sequence[str],
-        collectives: Collectives,
+        ranks: Ranks,
         owner: Owner,
         dtypes: DtypePolicy,
     ) -> None:
@@ -30,7 +30,8 @@ class UnitTable:
         self._dtypes = dtypes
         self._compute = dtypes.compute_dtypes(model)
         self.reduce: Reduce = reduce
-        self.collectives = collectives
+        self.ranks = ranks
+        self.collectives = ranks.world
         self.specs: list[UnitSpec] = find_units(model, unit_classes)
         self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
         self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
@@ -49,7 +50,7 @@ class UnitTable:
         buffers = []
         for (_, compute, _), params in kinds.items():
             dtypes = BufferDtypes(compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce)
-            buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.collectives, owner, dtypes))
+            buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.ranks, owner, dtypes))
         unit = Unit(index, spec.name, spec.keep, buffers)
         if self.plan.shard_parameters:
             # At once: a model that was built deferred is never whole on any rank.
