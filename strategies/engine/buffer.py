@@ -97,7 +97,7 @@ class FlatBuffer:
         """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
         start = torch.zeros_like(self.full, dtype=self.home_dtype) if self.mastered else self.full
         for slot, (parameter, view) in enumerate(zip(self.params, self.views, strict=True)):
-            if self.collectives.rank == 0:
+            if self.ranks.world.rank == 0:
                 write_values(self.slice(slot, start), parameter, self.layout.slots[slot].name)
             become(parameter, view)
             parameter._shardlight_owner = owner
