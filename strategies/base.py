@@ -10,6 +10,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -62,6 +63,8 @@ class ShardedStrategy(Saving):
         self._engine: Engine | None = None
         self._weight: float | None = None
         self._blocked = False
+        self._trainer_accelerator: Accelerator | None = None
+        self._belongs_to_trainer = False
         self._stopping: StopTogether | None = None
         self._reader: CheckpointReader | None = None
         self._randomness = EpochRandomness()
@@ -133,7 +136,23 @@ class ShardedStrategy(Saving):
 
     # --- processes
 
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The Trainer's accelerator."""
+        return self._trainer_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        # Not in `_accelerator`: a second Trainer would find it there, and refuse the one it is given.
+        self._trainer_accelerator = accelerator
+
     def _configure_launcher(self) -> None:
+        if self._belongs_to_trainer:
+            raise StrategyError(
+                f"this {self.plan.name} strategy object belongs to another Trainer already, whose shards it holds: "
+                "make one for each Trainer, or use one Trainer for fit, validate, test and predict."
+            )
+        self._belongs_to_trainer = True
         if self.plan.single_process and self.num_processes * self.num_nodes != 1:
             raise StrategyError(
                 f"strategy 'single' is one process, but {self.num_processes * self.num_nodes} were asked for: set "

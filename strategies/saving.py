@@ -49,12 +49,14 @@ class Saving(RankCalls):
         path = Path(os.fspath(filepath)).absolute()
         optimizers = [_inner(o) for o in self.optimizers]
         try:
+            if self._engine is None and self.interrupted:
+                raise CollectiveError("The error came before anything was sharded.")
             trainer_state.save(self.engine, optimizers, checkpoint, self._randomness.state(), path)
         except CollectiveError as error:
             if not self.interrupted:
                 raise
             warnings.warn(
-                f"{path}: not saved: a checkpoint after an error takes all ranks, and not all have it. {error}",
+                f"{path}: not saved: a checkpoint after an error takes all ranks, and not all are here. {error}",
                 stacklevel=2,
             )
 

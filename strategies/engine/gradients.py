@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from shardlight.strategies.engine.agreement import Agreement
@@ -47,26 +48,35 @@ class Gradients:
                     parameter.requires_grad_(not frozen)
 
     def _gradient_hook(self, unit: Unit, buffer: FlatBuffer, slot: int) -> Callable[[Tensor], None]:
-        number = self.table.number[buffer.params[slot]]
-        name = buffer.layout.slots[slot].name
+        """Returns what is called when a parameter's gradient has arrived.
+
+        [Note: weak hooks] Python's collector does not see what a gradient hook refers to. One that held the engine
+        would keep it, the parameters and their hooks for ever; the parameter itself holds the engine.
+        """
+        weak = ref(self), ref(unit), ref(buffer)
 
         def arrived(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
-            if gradient is None:
-                return
-            self.window.arrive(number, name)
-            with torch.no_grad():
-                buffer.add_gradient(slot, gradient)
-            unit.fired.add(parameter)
-            if len(unit.fired) >= unit.expected:
-                unit.fired.clear()
-                if self.table.reduce == "micro_batch":
-                    self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
-                if self.table.plan.shard_parameters and not (unit.careful and unit.frozen):
-                    unit.release()
+            gradients, its_unit, its_buffer = (r() for r in weak)
+            if gradients is not None and its_unit is not None and its_buffer is not None:
+                gradients._arrived(parameter, its_unit, its_buffer, slot)
 
         return arrived
+
+    def _arrived(self, parameter: Tensor, unit: Unit, buffer: FlatBuffer, slot: int) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return
+        self.window.arrive(self.table.number[buffer.params[slot]], buffer.layout.slots[slot].name)
+        with torch.no_grad():
+            buffer.add_gradient(slot, gradient)
+        unit.fired.add(parameter)
+        if len(unit.fired) >= unit.expected:
+            unit.fired.clear()
+            if self.table.reduce == "micro_batch":
+                self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
+            if self.table.plan.shard_parameters and not (unit.careful and unit.frozen):
+                unit.release()
 
     def reduce(self, unit: Unit) -> None:
         """Reduces a unit's local gradients. Collective."""

@@ -8,9 +8,11 @@ is taken into this rank's shard before norm, clipping and step. Setting `p.grad 
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from shardlight.strategies.engine.released import needs_no_values
+from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -25,8 +27,9 @@ class GradientSource(Protocol):
 class ShardedGradient(Tensor):
     """The stand-in of [Note: sharded gradients]."""
 
-    _source: GradientSource
-    _parameter: nn.Parameter
+    # Weak, as `p.grad` is another thing that the collector does not see: [Note: weak hooks], `gradients.py`.
+    _source: ReferenceType[GradientSource]
+    _parameter: ReferenceType[nn.Parameter]
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -35,8 +38,14 @@ class ShardedGradient(Tensor):
         if needs_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map_only(ShardedGradient, lambda g: g._source.materialise(g._parameter), (args, kwargs))
+        args, kwargs = tree_map_only(ShardedGradient, cls._full, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _full(self) -> Tensor:
+        source, parameter = self._source(), self._parameter()
+        if source is None or parameter is None:
+            raise GradientError("a sharded gradient was used after its model and Trainer are gone: use it before.")
+        return source.materialise(parameter)
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -47,6 +56,6 @@ def stand_in(parameter: nn.Parameter, source: GradientSource, dtype: torch.dtype
     """Makes the stand-in for the gradient of `parameter`, a NaN of its shape and device; gradients are of `dtype`."""
     nan = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
     made = torch.Tensor._make_subclass(ShardedGradient, nan.expand(parameter.shape))
-    made._source = source
-    made._parameter = parameter
+    made._source = ref(source)
+    made._parameter = ref(parameter)
     return made
