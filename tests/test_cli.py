@@ -18,6 +18,7 @@ from shardlight.framework.config import load_config
 from shardlight.framework.schema import TrainerConfig
 from shardlight.framework.world import World, adopt_slurm, check_world, find_world
 from shardlight.strategies.errors import LaunchError
+from test_config import OPTIONS
 from typer.testing import CliRunner
 
 COMMAND = [str(Path(sys.executable).parent / "shardlight")]
@@ -117,7 +118,7 @@ def test_faults_exit_with_two_all_at_once_and_without_a_traceback(project):
     assert (code, out) == (2, "") and err.splitlines() == [
         "command line: +strategy.stagee starts with '+', which overrides here do not have. Write strategy.stagee=3.",
         "command line: trainer.gradient_cliping is not a key of trainer. Did you mean 'gradient_clip_val'?",
-        "command line: strategy.stagee is not an option of zero3. Choose from: keep_fp32, loss_scale, loss_scale_growth_steps, master, max_not_finite_steps, recompute, reduce, reduce_dtype, shard_group, timeout_s, units.",
+        f"command line: strategy.stagee is not an option of zero3. Choose from: {OPTIONS}.",
     ]
     code, _, err = here("fit", "none.yaml")
     assert (code, err) == (2, "none.yaml: cannot be read: No such file or directory.\n")
