@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from shardlight.framework.config import to_dict
+from shardlight.framework.initial_weights import InitialWeights
 from shardlight.framework.module import TrainingModule
 from shardlight.framework.predictions import PredictionWriter
 from shardlight.framework.progress import Progress
@@ -19,7 +21,7 @@ from shardlight.framework.report import write_report
 from shardlight.framework.schema import CheckpointConfig, Config
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
-from shardlight.strategies import MixedFP16
+from shardlight.strategies import STRATEGIES, MixedFP16, deferred_init
 from shardlight.strategies.errors import ShardlightError
 
 Verb = Literal["fit", "validate", "test", "predict"]
@@ -109,8 +111,12 @@ def make_checkpoints(config: CheckpointConfig, run_dir: Path) -> Checkpoints:
 
 
 def build_module(config: Config) -> LightningModule:
-    """The module, with the optimizer and schedule of the config where it takes them."""
-    module = config.module.build()
+    """The module, with the optimizer and schedule of the config where it takes them; under zero3 without memory."""
+    defer = config.strategy.options.defer
+    if defer is None:
+        defer = STRATEGIES[config.strategy.name].plan.shard_parameters
+    with deferred_init("cpu") if defer else nullcontext():
+        module = config.module.build()
     if isinstance(module, TrainingModule):
         module.optimizer_config = config.optimizer
         module.schedule_config = config.schedule
@@ -122,6 +128,8 @@ def build_callbacks(
 ) -> list[Callback]:
     """Ours and the user's; the user's run before ours, so that what they log is seen."""
     callbacks: list[Callback] = [FailureReport()]
+    if config.init_from is not None and config.resume is None:
+        callbacks.append(InitialWeights(config.init_from))
     callbacks += [item.build() for item in config.callbacks.values() if item is not None]
     if config.trainer.enable_progress_bar:
         callbacks.append(Progress())

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from shardlight.framework.check import BAD, Checker, show
 from shardlight.framework.classes import ClassConfig, Classes, parameters, project_root
 from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
+from shardlight.framework.initial_weights import InitFromConfig
 from shardlight.framework.module import TrainingModule
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
 from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
@@ -159,7 +160,7 @@ class _Building:
                 self.classes[name] = parts[name]
         parts["callbacks"] = MappingProxyType(dict(self._callbacks(importer)))
         trainer = self._section("trainer")
-        for name in ("run", "optimizer", "schedule", "checkpoint"):
+        for name in ("run", "optimizer", "schedule", "checkpoint", "init_from"):
             parts[name] = self._section(name)
         for name, kind in (("seed", int), ("resume", str | None)):
             if name in values:
@@ -171,7 +172,7 @@ class _Building:
         if self.verb == "fit":
             self._training(trainer, parts)
         parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
-        self._resume(parts.get("resume"))
+        self._starts(parts.get("resume"), parts["init_from"])
         if self.faults:
             raise ConfigError(self.faults)
         if parts["run"].name is None:
@@ -189,9 +190,9 @@ class _Building:
 
     def _section(self, name: str) -> Any:
         node = self.tree.value.get(name)
-        if name in ("optimizer", "schedule", "checkpoint") and node is not None and node.value is None:
+        if name in ("optimizer", "schedule", "checkpoint", "init_from") and node is not None and node.value is None:
             return None
-        if name in ("optimizer", "schedule") and node is None:
+        if name in ("optimizer", "schedule", "init_from") and node is None:
             return None
         return self.checker.section(node, SECTIONS[name], name)
 
@@ -329,9 +330,12 @@ class _Building:
                 self.tree.find("schedule.warmup_steps") or self.tree, f"{text} Lower it, or train longer."
             )
 
-    def _resume(self, path: Any) -> None:
-        if isinstance(path, str) and not os.path.exists(path):
-            self.checker.fault(self.tree.value["resume"], f"resume: there is no checkpoint {path}.")
+    def _starts(self, resume: Any, init_from: Any) -> None:
+        if isinstance(resume, str) and not os.path.exists(resume):
+            self.checker.fault(self.tree.value["resume"], f"resume: there is no checkpoint {resume}.")
+        if isinstance(init_from, InitFromConfig) and not os.path.exists(init_from.path):
+            home = self.tree.find("init_from.path") or self.tree
+            self.checker.fault(home, f"init_from: there is no file or folder {init_from.path}.")
 
     def _homes(self, key: str) -> list[tuple[str, str]]:
         """(section, "a key of trainer") of every section that knows the key."""
@@ -347,7 +351,7 @@ class _Building:
                 homes.append((name, f"a parameter of {name}"))
         if key in _fields(Config):
             homes.append(("", "a key of the top level"))
-        order = ["trainer", "optimizer", "schedule", "strategy", "checkpoint", "run", "data", "module", ""]
+        order = ["trainer", "optimizer", "schedule", "strategy", "checkpoint", "run", "data", "module", "init_from", ""]
         return sorted(homes, key=lambda home: order.index(home[0]))
 
     def _elsewhere(self, section: str, key: str, node: Node) -> str | None:

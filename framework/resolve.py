@@ -15,6 +15,9 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from shardlight.framework.faults import ConfigError, Fault
 from shardlight.framework.source import BROKEN, Node, Override, parse_override, read_yaml
 
+SHORT = {"strategy": "name", "init_from": "path"}
+"""Sections that may be one text, and the key that it then is the value of."""
+
 
 def load_tree(path: str, overrides: Iterable[str] = ()) -> tuple[Node, list[Fault]]:
     """Reads a config file with everything it extends, the overrides merged and interpolation resolved.
@@ -67,11 +70,13 @@ def _extended(tree: Node) -> Iterator[tuple[str, Node]]:
 
 
 def named_strategy(tree: Node) -> Node:
-    """`strategy: zero3` as `strategy: {name: zero3}`, so that a name and a mapping merge."""
-    node = tree.value.get("strategy")
-    if node is None or not isinstance(node.value, str):
-        return tree
-    return Node({**tree.value, "strategy": Node({"name": node}, node.origin)}, tree.origin)
+    """`strategy: zero3` as `strategy: {name: zero3}`, so that a name and a mapping merge; so with `init_from: PATH`."""
+    values = dict(tree.value)
+    for section, key in SHORT.items():
+        node = values.get(section)
+        if node is not None and isinstance(node.value, str):
+            values[section] = Node({key: node}, node.origin)
+    return Node(values, tree.origin)
 
 
 def merge(below: Node, above: Node) -> Node:
@@ -91,9 +96,9 @@ def _apply(tree: Node, override: Override, faults: list[Fault]) -> Node:
     node = override.node
     for part in reversed(override.parts[1:]):
         node = Node({part: node}, override.node.origin)
-    if override.parts == ("strategy",) and isinstance(node.value, str):
-        node = Node({"name": node}, node.origin)
     key = override.parts[0]
+    if override.parts == (key,) and key in SHORT and isinstance(node.value, str):
+        node = Node({SHORT[key]: node}, node.origin)
     return Node({**tree.value, key: _set(tree.value.get(key), node)}, tree.origin)
 
 

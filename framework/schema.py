@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shardlight.framework.classes import ClassConfig
+from shardlight.framework.initial_weights import InitFromConfig
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 from shardlight.strategies import STRATEGIES, ShardedStrategy
 
@@ -176,6 +177,8 @@ class Config:
     """{NAME: {class: import path of a Callback, argument: value, ...}}; null switches one off that a base has."""
     checkpoint: CheckpointConfig | None = CheckpointConfig()
     """When state is saved; null for never."""
+    init_from: InitFromConfig | None = None
+    """Weights to start from: a path, or {path: PATH, rename: {PREFIX: PREFIX}}. Not used where `resume` is set."""
     resume: str | None = None
     """Checkpoint to start from; null for a fresh start."""
 
@@ -186,6 +189,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "trainer": TrainerConfig,
     "checkpoint": CheckpointConfig,
+    "init_from": InitFromConfig,
 }
 """The sections that are plain dataclasses."""
 

@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 from shardlight.strategies.base import ShardedStrategy
+from shardlight.strategies.checkpoint.weights import LoadReport, load_weights
 from shardlight.strategies.ema import ShardedEMA
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
 from shardlight.strategies.options import EngineOptions
@@ -17,6 +18,7 @@ __all__ = [
     "DDP",
     "STRATEGIES",
     "EngineOptions",
+    "LoadReport",
     "MixedFP16",
     "ShardedEMA",
     "ShardedStrategy",
@@ -25,5 +27,6 @@ __all__ = [
     "ZeRO2",
     "ZeRO3",
     "deferred_init",
+    "load_weights",
     "materialise",
 ]

@@ -10,7 +10,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from shardlight import cli
 from shardlight.framework import launch
 from shardlight.framework.assemble import make_run_dir
@@ -274,6 +275,29 @@ def test_one_process_runs_here(in_process, project, temporary_folder):
     (project / "broken").mkdir()
     code, _, err = in_process("fit", "config.yaml", "--ckpt", "broken")
     assert code == 1 and err.startswith("CheckpointError: ") and "Traceback" not in err
+
+
+@pytest.mark.case("C067")
+@pytest.mark.case("C068")
+def test_a_run_builds_deferred_under_zero3_and_starts_from_given_weights(in_process, project):
+    zero3 = ("trainer.devices=1", "trainer.enable_progress_bar=false", "seed=5")
+    assert in_process("fit", "config.yaml", "seed=5")[0] == 0
+    assert here("fit", "config.yaml", *zero3)[0] == 0
+    for number in (0, 1):
+        saved = f"runs/here/{number:03d}/checkpoints/step-3"
+        assert here("export", saved, "--out", f"{number}.safetensors")[0] == 0
+    first, second = load_file("0.safetensors"), load_file("1.safetensors")
+    assert all(torch.equal(first[n], t) for n, t in second.items())  # built deferred, by the same random numbers
+    save_file({n.replace("model.", "net."): t for n, t in first.items()}, "renamed.safetensors")
+    _, want, _ = here("validate", "config.yaml", *zero3, "--ckpt", saved)
+    starts = (saved, "1.safetensors", "{path: renamed.safetensors, rename: {net.: model.}}")
+    for start in starts:
+        code, out, err = here("validate", "config.yaml", *zero3, f"init_from={start}")
+        assert (code, out) == (0, want.replace("here/002", f"here/{3 + starts.index(start):03d}")), err
+    code, _, err = here("validate", "config.yaml", *zero3, "init_from=renamed.safetensors")
+    assert code == 1 and "missing there: 'model.0.weight' (5, 7)" in err and "Traceback" not in err
+    code, _, err = here("validate", "config.yaml", *zero3, "init_from=nowhere")
+    assert code == 2 and "init_from: there is no file or folder nowhere." in err
 
 
 def test_checkpoints_follow_the_config_and_the_last_step_is_kept(in_process, project):

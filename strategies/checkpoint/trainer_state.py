@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
+from shardlight.strategies.checkpoint.weights import SavedModel, compare, write
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
@@ -191,27 +193,13 @@ def load_model(
         names: which of the checkpoint's tensors to use.
     Raises: CheckpointError: before anything is changed: names missing or too many (with `strict`), shapes that differ.
     """
-    aliases = reader.content.get("aliases", {})
-    there = set(names)
-    missing = [n for n in state if n not in there]
-    unexpected = sorted(there - set(state))
-    if strict and (missing or unexpected):
-        raise CheckpointError(f"{reader.path}: missing in the checkpoint: {missing}; not in the model: {unexpected}.")
-    sources = {n: f"model/{aliases.get(n, n)}" for n in state if n in there}
-    for name, source in sources.items():
-        wanted = engine.full_shape(state[name])
-        if reader.shape(source) != wanted:
-            raise CheckpointError(f"{reader.path}: '{name}' is {reader.shape(source)} there and {wanted} in the model.")
-    for name, source in sources.items():
-        value = state[name]
-        piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
-        if piece is None:
-            with torch.no_grad():
-                value.copy_(reader.read(source))
-        else:
-            start, part = piece
-            part.copy_(reader.read(source, start, start + part.numel()))
-    engine.weights_changed()
+    weights = SavedModel(reader, names)
+    report, sources, faults = compare(weights, state)
+    if not strict:
+        report = replace(report, missing={}, unexpected={})
+    if report.fault(weights.where) or faults:
+        raise CheckpointError(" ".join([report.fault(weights.where), *faults]).strip())
+    write(engine, weights, state, sources)
 
 
 def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:

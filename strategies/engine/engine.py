@@ -297,6 +297,7 @@ class Engine:
                 mark_gathered(parameter)
             parameter.data = data
             parameter.grad_dtype = data.dtype
+            del parameter._shardlight_owner
 
     # --- accounting
 

@@ -143,6 +143,12 @@ def note(
         history.writes.append(node)
 
 
+def note_overwrite(write: Callable[[Tensor], None], tensor: Tensor) -> None:
+    """Notes that `write` gives a deferred tensor all its values; it is called with a real one when they are needed."""
+    with torch._C.DisableTorchFunction():
+        note(write, (tensor,), {}, [tensor], [], overwrites=True)
+
+
 def _noted(arguments: Any) -> Any:
     return tree_map(lambda x: _note_tensor(x) if isinstance(x, Tensor) else x, arguments)
 

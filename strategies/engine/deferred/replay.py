@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.errors import ShardlightError, StrategyError
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -217,7 +217,7 @@ def _replay(target: History, place: _Place | None = None) -> _Place:
     for node in nodes:
         try:
             _run(node, places, target, place)
-        except StrategyError as error:
+        except ShardlightError as error:
             raise StrategyError(f"{error} (operation '{node.name}')") from None
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise StrategyError(f"operation '{node.name}' failed when it was run again: {error}") from error

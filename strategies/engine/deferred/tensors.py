@@ -163,6 +163,9 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
     try:
         with Recorder(home), _Answers():
             yield
+    except Exception as error:
+        error.add_note(f"(The module was being built without memory. If that is the reason: {MEND})")
+        raise
     finally:
         _depth -= 1
         if not _depth:
