@@ -276,9 +276,6 @@ class ShardedStrategy(Saving):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training_step with weights gathered as they are used."""
         self._weight = None
-        if self.engine.window.closed:
-            # Gradients that no optimizer used (an overridden optimizer_step that skips) are dropped, as zero_grad does.
-            self.engine.open_window()
         with self.engine.forward():
             return super().training_step(*args, **kwargs)
 
@@ -315,7 +312,7 @@ class ShardedStrategy(Saving):
         result = closure()
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
-        self._note_step(self.engine.step(optimizer))
+        self._note_step(self.engine.step(optimizer, keep_gradients=True))
         return result
 
     def _note_step(self, result: StepResult) -> None:

@@ -116,7 +116,8 @@ def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: Ran
     local = engine.local_parameters
     groups = []
     states: dict[str, dict[str, Any]] = {}
-    for group, full in zip(optimizer.param_groups, local.full_groups[id(optimizer)], strict=True):
+    for group in optimizer.param_groups:
+        full = group["params"]
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         unwritten: dict[str, Tensor] = {}
         groups.append({"options": encode(options, "options", unwritten), "params": [local.name(p) for p in full]})
@@ -125,12 +126,12 @@ def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: Ran
                 {k: v.item() if isinstance(v, Tensor) else v for k, v in options.items()}, "options", {}
             )
         for parameter in full:
-            name, mine = local.name(parameter), local.of(parameter)
-            if name is None or mine is None or mine not in optimizer.state:
+            name = local.name(parameter)
+            if name is None or parameter not in optimizer.state:
                 continue
             start, stop = local.span(parameter)
             scalars = {}
-            for key, value in optimizer.state[mine].items():
+            for key, value in optimizer.state[parameter].items():
                 if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
                     if engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0:
                         writer.add(
@@ -211,18 +212,17 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
     if not stored:
         raise CheckpointError(f"{reader.path}: has no state of optimizer {index}: it holds weights only.")
     local = engine.local_parameters
-    full_groups = local.full_groups[id(optimizer)]
-    want = [[local.name(p) for p in group] for group in full_groups]
+    want = [[local.name(p) for p in group["params"]] for group in optimizer.param_groups]
     have = [group["params"] for group in stored[0]["groups"]]
     if want != have:
         raise CheckpointError(f"{reader.path}: optimizer {index} has groups {have} there and {want} here.")
-    for group, data, full in zip(optimizer.param_groups, stored[0]["groups"], full_groups, strict=True):
+    for group, data in zip(optimizer.param_groups, stored[0]["groups"], strict=True):
         for key, value in decode(data["options"], {}).items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
-        for parameter in full:
+        for parameter in group["params"]:
             name, mine = local.name(parameter), local.of(parameter)
             scalars = stored[0]["states"].get(name)
             if name is None or mine is None or scalars is None:
@@ -232,7 +232,7 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             prefix = f"optimizer/{index}/{name}/"
             for key in reader.names(prefix):
                 state[key] = reader.read(prefix + key, start, stop).view(mine.shape).to(mine.device).clone()
-            optimizer.state[mine] = state
+            optimizer.state[parameter] = state
 
 
 def _restore_scalar(data: Mapping[str, Any]) -> Any:

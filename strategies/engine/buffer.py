@@ -12,6 +12,7 @@ wide    (numel,)        all authoritative weights, while `gathered` shows them i
 local   (numel,)        this rank's gradients since they were last reduced; a sum over micro-batches.
 grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ranks until `finish` scales it.
 full_grad (numel,)      where gradients are replicated, or kept over the window, `grad` is its slice; else None.
+kept  (shard_numel,)    final gradients of an earlier window that this one adds to; else None.
 """
 
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ class FlatBuffer:
         """Slots with a contribution in `local`."""
         self.reduced = False
         """Whether `grad` holds sums of this window."""
+        self.carried: set[int] = set()
+        """Slots whose gradient of an earlier window stays; see [Note: gradients that stay], window.py."""
+        self._kept: Tensor | None = None
 
     def _start_weights(self, owner: Owner) -> Tensor:
         """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
@@ -247,8 +251,19 @@ class FlatBuffer:
     def _open_local(self) -> Tensor:
         if self.reduce_policy == "window" and self._keeps_full_grad:
             # Reduced in place at the end of the window, so one buffer serves as `local` and `full_grad`.
+            self._keep()
             return self._open_full_grad()
         return self._zeros(self.dtype)
+
+    def _keep(self) -> None:
+        """Puts carried gradients aside, before `grad` is written for the first time in a window."""
+        if self._kept is None and self.carried and not self.reduced:
+            assert self.grad is not None
+            self._kept = torch.zeros_like(self.grad)
+            for slot in self.carried:
+                there, here = self.piece_of_shard(slot, self.grad), self.piece_of_shard(slot, self._kept)
+                if there is not None and here is not None:
+                    here.copy_(there)
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
@@ -284,6 +299,7 @@ class FlatBuffer:
             self.touched.clear()
             self.local = None
         else:
+            self._keep()
             local = self.local if contribute and self.local is not None else self._zeros(self.dtype)
             target = torch.empty_like(grad) if self.reduced else grad
             self.collectives.reduce_scatter(self._to_send(local, several), target, caller)
@@ -316,6 +332,9 @@ class FlatBuffer:
         self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
         if scale != 1.0:
             self.grad *= scale
+        if self._kept is not None:
+            self.grad += self._kept
+            self._kept = None
         if not self.plan.shard_gradients and not self.plan.shard_optimizer:
             self.gather_gradients()
 
@@ -330,11 +349,30 @@ class FlatBuffer:
         self.collectives.all_gather(full, self.grad, f"gradients of {self.name}")
         return full
 
-    def clear_gradients(self) -> None:
-        """Forgets the gradients of the window; the memory is kept for the next."""
+    def open_window(self, carried: set[int]) -> None:
+        """Forgets the gradients of the last window but for the `carried` slots; the memory is kept for this one."""
         self.touched.clear()
-        self.local = None
+        self.local = self._kept = None
         self.reduced = False
+        self.carried = carried
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank wrote gradients since the window was opened."""
+        return bool(self.touched) or self.reduced or self._kept is not None
+
+    def drop(self, slot: int) -> None:
+        """Forgets the gradient of one parameter within a window."""
+        self.touched.discard(slot)
+        self.carried.discard(slot)
+        s = self.layout.slots[slot]
+        # Where `local` is `full_grad`, what was not touched is cleared before it is reduced.
+        if self.local is not None and self.local is not self.full_grad:
+            self.local[s.start : s.stop].zero_()
+        for flat in (self._kept, self.grad if self.reduced else None):
+            part = None if flat is None else self.piece_of_shard(slot, flat)
+            if part is not None:
+                part.zero_()
 
     def trainable(self) -> bool:
         """Whether any parameter gets a gradient now."""
@@ -345,7 +383,8 @@ class FlatBuffer:
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold model state on this rank now."""
-        return [t for t in (self.full, self.home, self.wide, self.local, self.grad, self.full_grad) if t is not None]
+        own = (self.full, self.home, self.wide, self.local, self.grad, self.full_grad, self._kept)
+        return [t for t in own if t is not None]
 
     def slice(self, slot: int, flat: Tensor) -> Tensor:
         """Returns a parameter's part of a (numel,) tensor, in its shape."""

@@ -12,9 +12,11 @@ Usable without Lightning:
     engine.step(optimizer)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,13 +30,14 @@ from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
-from shardlight.strategies.engine.window import LATE, StepResult, Window
+from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,6 +85,13 @@ class Engine:
         self._undo_transforms = recompute(model, blocks if recompute_blocks else [], self.weights.saving)
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table.place, plan)
+        self.stepping = False
+        """`step` is under way."""
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._optimizer_hooks: list[Any] = []
+        self.gradients.optimized = self._optimized
+        self.on_raw_step: Callable[[StepResult], None] = lambda result: None
+        """Told of a step that an optimizer made by itself, not by `step`."""
         # The parts' own calls, which are this class's interface as well.
         self.gathered = self.weights.gathered
         self.backward = self.gradients.backward
@@ -91,14 +101,14 @@ class Engine:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See Weights.forward. Raises: GradientError: a backward inside came after the gradients were final."""
+        """See Weights.forward. Raises: GradientError: a backward inside that is not the engine's."""
         try:
             with self.weights.forward():
                 yield
         except RuntimeError as error:
             # Autograd tried to add to the stand-in of a final gradient.
-            if self.window.closed and "more than one element of the written-to tensor" in str(error):
-                raise GradientError(LATE.format(what="a gradient arrived")) from error
+            if "more than one element of the written-to tensor" in str(error):
+                raise GradientError(RAW.format(what="a gradient arrived")) from error
             if any(b.mastered for b in self.buffers) and "dtype" in str(error):
                 error.add_note(
                     f"Under {self.plan.name} and mixed precision the weights of matrix-multiplying modules are 16-bit. "
@@ -140,8 +150,18 @@ class Engine:
     # --- the step
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Puts this rank's parts of the parameters into the optimizer's groups, in place. See shard_optimizer."""
+        """Gets an optimizer that was made on the full parameters ready. See shard_optimizer."""
         shard_optimizer(optimizer, self.local_parameters)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            raw = RawStep(self)
+            self._optimizer_hooks += [
+                optimizer.register_step_pre_hook(raw.before),
+                optimizer.register_step_post_hook(raw.after),
+            ]
+
+    def _optimized(self) -> frozenset[int]:
+        return frozenset().union(*(self.local_parameters.numbers_of(o) for o in self._optimizers))
 
     def norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all final gradients (of the optimizer's parameters), 0-dim fp64, equal on all ranks.
@@ -202,7 +222,11 @@ class Engine:
 
     def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
         """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
-        flats = [b.full_grad if not self.plan.shard_optimizer else b.grad for b in self.buffers if b.reduced]
+        flats, first = [], 0
+        for buffer in self.buffers:
+            if any(self.window.used[first : first + len(buffer.params)]):
+                flats.append(buffer.grad if self.plan.shard_optimizer else buffer.full_grad)
+            first += len(buffer.params)
         finite = all(bool(torch.isfinite(torch.stack(real_view(f).aminmax())).all()) for f in flats if f is not None)
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
@@ -216,28 +240,49 @@ class Engine:
         everyone = self.collectives.gather_objects(mine, "finite gradients")
         return list(dict.fromkeys(name for names in everyone for name in names))
 
-    def step(self, optimizer: Optimizer) -> StepResult:
+    def step(self, optimizer: Optimizer, keep_gradients: bool = False) -> StepResult:
         """Steps the optimizer on this rank's parts and makes the new weights everyone's. Collective.
 
         Without any weight in the window, or with a gradient that is not finite on some rank, no rank changes anything.
+
+        Args:
+            keep_gradients: they stay until they are set to None, as in plain PyTorch; else they end with the step.
         """
+        used = self.prepare_step(optimizer)
+        if isinstance(used, StepResult):
+            self.window.stepped = not keep_gradients
+            return used
+        with self.local_parameters.stepping(optimizer):
+            self.local_parameters.set_gradients(used)
+            self.stepping = True
+            try:
+                optimizer.step()
+            finally:
+                self.stepping = False
+            self.local_parameters.clear_gradients(used)
+        self.finish_step(optimizer, used)
+        self.window.stepped = not keep_gradients
+        return StepResult.STEPPED
+
+    def prepare_step(self, optimizer: Optimizer) -> list[nn.Parameter] | StepResult:
+        """Returns the optimizer's parameters that have a gradient, or why there is no step."""
         self.close_window()
         self.gradients.adopt()
         self.weights.release_for_step()
         self.take_in_changes()
-        if not self.window.total_weight:
+        if not self.window.total_weight and any(self.window.used):
             self.open_window()
             return StepResult.NO_WEIGHT
         numbers = self.local_parameters.numbers_of(optimizer)
         with torch.no_grad():
             self.window.not_finite = self._find_not_finite(numbers)
         if self.window.not_finite:
-            self.window.stepped = True
             return StepResult.NOT_FINITE
-        used = [self.table.parameters[n] for n in sorted(numbers) if self.window.used[n]]
-        self.local_parameters.set_gradients(used)
-        optimizer.step()
-        self.local_parameters.clear_gradients(used)
+        return [self.table.parameters[n] for n in sorted(numbers) if self.window.used[n]]
+
+    def finish_step(self, optimizer: Optimizer, used: list[nn.Parameter]) -> None:
+        """Makes the weights that this rank has updated everyone's. Collective."""
+        numbers = self.local_parameters.numbers_of(optimizer)
         with torch.no_grad():
             for buffer in self.buffers:
                 if any(self.table.number[p] in numbers for p in buffer.params):
@@ -245,8 +290,8 @@ class Engine:
         # Tells autograd that the weights changed: a backward through an older forward is an error, as it always is.
         if self.plan.shard_optimizer:
             torch.autograd.graph.increment_version(tuple(used))
-        self.window.stepped = True
-        return StepResult.STEPPED
+        # Full gradients that hooks looked at are not kept.
+        self.gradients.show()
 
     # --- reading and writing state from outside
 
@@ -290,7 +335,7 @@ class Engine:
         with self.gathered(), torch.no_grad():
             whole = [p.data.clone() for p in self.table.parameters]
         self._undo_transforms()
-        for handle in (*self.weights.handles, *self.gradients.handles):
+        for handle in (*self.weights.handles, *self.gradients.handles, *self._optimizer_hooks):
             handle.remove()
         for parameter, data in zip(self.table.parameters, whole, strict=True):
             if isinstance(parameter, ReleasedParameter):

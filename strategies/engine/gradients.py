@@ -13,7 +13,7 @@ from shardlight.strategies.engine.sharded_gradient import ShardedGradient, stand
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import Weights
-from shardlight.strategies.engine.window import Window
+from shardlight.strategies.engine.window import RAW, Window
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 
@@ -31,9 +31,13 @@ class Gradients:
         self._weights = weights
         self._replicas = replicas
         self._agreement = agreement
-        self._stand_ins: list[Tensor] = []
-        if table.plan.shard_optimizer:
-            self._stand_ins = [stand_in(p, self, b.home_dtype) for b in table.buffers for p in b.params]
+        self.optimized: Callable[[], frozenset[int]] = lambda: frozenset(range(len(table.parameters)))
+        """Numbers of the parameters that some optimizer updates; the gradients of others end with their window."""
+        self._pending: frozenset[int] = frozenset()
+        """Parameters whose `p.grad` stands for a gradient of the open window."""
+        self._running = False
+        """A backward that the strategy knows of is under way."""
+        self._stand_ins: list[Tensor] = [stand_in(p, self, b.home_dtype) for b in table.buffers for p in b.params]
         self._hook_gradients()
 
     def _hook_gradients(self) -> None:
@@ -67,7 +71,9 @@ class Gradients:
         parameter.grad = None
         if gradient is None:
             return
-        self.window.arrive(self.table.number[buffer.params[slot]], buffer.layout.slots[slot].name)
+        if not self._running:
+            raise GradientError(RAW.format(what=f"a gradient of '{buffer.layout.slots[slot].name}' arrived"))
+        self.window.arrive(self.table.number[buffer.params[slot]])
         with torch.no_grad():
             buffer.add_gradient(slot, gradient)
         unit.fired.add(parameter)
@@ -113,6 +119,10 @@ class Gradients:
         """
         if self.window.stepped:
             self.open_window()
+        elif self.window.closed:
+            self._go_on()
+        else:
+            self._hide()
         self.window.add_loss(loss.detach() * (factor or 1.0), weight, factor)
         with self.running_backward():
             if self.window.loss_scale is None:
@@ -120,14 +130,20 @@ class Gradients:
             share = self.window.loss_scale * (1.0 if weight is None else weight)
             scaled = loss if share == 1.0 and weight is None else loss * share
             (run or Tensor.backward)(scaled)
+        if factor is None:
+            self._show_pending()
 
     @contextmanager
     def running_backward(self) -> Iterator[None]:
         """Around a backward: afterwards every gradient that arrived is reduced or kept, and no unit is gathered."""
         self.table.refresh()
-        with self._weights.forward():
-            yield
-            self._end_backward()
+        self._running = True
+        try:
+            with self._weights.forward():
+                yield
+                self._end_backward()
+        finally:
+            self._running = False
 
     def _end_backward(self) -> None:
         for unit in self.table.units:
@@ -138,15 +154,48 @@ class Gradients:
         if self.table.reduce == "micro_batch" or self.table.plan.shard_parameters:
             self._agreement.meet("end of backward")
 
-    def open_window(self) -> None:
-        """Starts a new accumulation window; gradients of the last are dropped."""
-        self.window = Window()
+    def open_window(self, carried: frozenset[int] = frozenset()) -> None:
+        """Starts a new accumulation window; gradients of the last are dropped, but for the `carried` ones."""
+        self.window = Window(carried=set(carried))
         for unit in self.table.units:
             unit.fired.clear()
+        first = 0
         for buffer in self.table.buffers:
-            buffer.clear_gradients()
+            buffer.open_window({n - first for n in carried if first <= n < first + len(buffer.params)})
+            first += len(buffer.params)
         for parameter in self.table.parameters:
             parameter.grad = None
+
+    def _go_on(self) -> None:
+        """Starts a window that adds to the gradients that are still there; see [Note: gradients that stay]."""
+        self.adopt()
+        there = frozenset(n for n, used in enumerate(self.window.used) if used)
+        self.open_window(there & self.optimized())
+
+    def _hide(self) -> None:
+        """Takes `p.grad` out of autograd's way within a window; gradients that were set to None are dropped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in sorted(self._pending):
+                parameter = self.table.parameters[number]
+                if parameter.grad is None:
+                    self.window.drop(number)
+                    _, buffer, slot = self.table.place[parameter]
+                    buffer.drop(slot)
+                elif isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad = None
+            self._pending = frozenset()
+            for number, parameter in enumerate(self.table.parameters):
+                if parameter.grad is not None:
+                    raise GradientError(
+                        f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of "
+                        f"{self.table.plan.name} come from `backward` alone; change them when they are final."
+                    )
+
+    def _show_pending(self) -> None:
+        """In manual optimization every backward may be a window's last: its gradients can be seen, and set to None."""
+        self._pending = frozenset(self.window.arrived) | frozenset(self.window.carried)
+        for number in self._pending:
+            self.table.parameters[number].grad = self._stand_ins[number]
 
     def close_window(self) -> None:
         """Makes the gradients of the window final: reduced over ranks, and means. Collective; does nothing twice.
@@ -155,37 +204,32 @@ class Gradients:
         """
         if self.window.closed:
             return
+        self._hide()
         self._agreement.meet("end of the accumulation window")
+        n_params = len(self.table.parameters)
         flags = self._replicas.changed(), any(b.holds_a_sum() for b in self.table.buffers)
-        row = self.window.row(len(self.table.parameters), flags).to(self.table.collectives.device)
-        buffers_changed, several = self.window.close(
-            self.table.collectives.gather_small(row, "end of the accumulation window").cpu()
+        row = self.window.row(n_params, [b.written for b in self.table.buffers], flags).to(
+            self.table.collectives.device
         )
+        rows = self.table.collectives.gather_small(row, "end of the accumulation window").cpu()
+        buffers_changed, several = self.window.close(rows, n_params)
         scale = self.window.factor / self.window.total_weight if self.window.total_weight else 0.0
         scale /= self.window.loss_scale or 1.0
         with torch.no_grad():
-            first = 0
-            for buffer in self.table.buffers:
-                used = any(self.window.used[first : first + len(buffer.params)])
-                first += len(buffer.params)
-                if not used:
+            for buffer, written_by_any in zip(self.table.buffers, self.window.written, strict=True):
+                if not written_by_any:
                     continue
                 if self.table.reduce == "window":
                     self._count(buffer)
                     buffer.reduce(True, several)
                 buffer.finish(scale)
             self.window.check_complete(self.table.names)
-            self._show_gradients()
+            self.show()
             if buffers_changed:
                 self._replicas.synchronise()
 
-    def _show_gradients(self) -> None:
-        for number, parameter in enumerate(self.table.parameters):
-            if parameter.grad is not None:
-                raise GradientError(
-                    f"'{self.table.names[number]}'.grad was set outside of backward: the gradients of "
-                    f"{self.table.plan.name} come from `backward` alone; change them in on_before_optimizer_step."
-                )
+    def show(self) -> None:
+        """Makes every final gradient visible as `p.grad`."""
         for number, parameter in enumerate(self.table.parameters):
             if self.window.used[number]:
                 _, buffer, slot = self.table.place[parameter]
@@ -201,6 +245,8 @@ class Gradients:
         Raises: StrategyError: the stand-in is of an earlier step.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(parameter.grad, ShardedGradient):
+                self.close_window()
             present = parameter.grad
         if isinstance(present, ShardedGradient):
             present = self._materialise_buffer(parameter)

@@ -1,5 +1,12 @@
-"""The user's optimizer on this rank's parts of the parameters."""
+"""The user's optimizer on this rank's parts of the parameters.
 
+[Note: parameter groups] Between steps an optimizer's groups and state show the user's own parameters, so that code
+which goes through `param_groups` (zero_grad, toggle_optimizer, clipping by hand, add_param_group) does what it does in
+plain PyTorch. Only while it steps do they hold this rank's parts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +39,6 @@ class LocalParameters:
         self._number: dict[nn.Parameter, int] = {p: i for i, p in enumerate(place)}
         self.plan = plan
         self._local: dict[nn.Parameter, nn.Parameter | None] = {}
-        self._numbers: dict[int, frozenset[int]] = {}
-        self.full_groups: dict[int, list[list[nn.Parameter]]] = {}
-        """By id of an optimizer: the parameters its groups were made with, before they were cut."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
@@ -67,17 +71,18 @@ class LocalParameters:
         piece = buffer.pieces.get(slot)
         return (0, 0) if piece is None else (piece.start, piece.stop)
 
-    def take(self, optimizer: Optimizer) -> None:
-        """Remembers which parameters an optimizer was made with."""
-        groups = [list(g["params"]) for g in optimizer.param_groups]
-        self.full_groups[id(optimizer)] = groups
-        self._numbers[id(optimizer)] = frozenset(self._number[p] for g in groups for p in g if p in self._number)
-
     def numbers_of(self, optimizer: Optimizer) -> frozenset[int]:
-        """Returns the numbers of the optimizer's parameters in the engine's order."""
-        if id(optimizer) not in self._numbers:
-            raise StrategyError(f"{type(optimizer).__name__} was not made in configure_optimizers, or made anew since.")
-        return self._numbers[id(optimizer)]
+        """Returns the numbers of the optimizer's parameters in the engine's order, as its groups are now.
+
+        Raises: StrategyError: it holds none of the model's parameters.
+        """
+        numbers = frozenset(self._number[p] for g in optimizer.param_groups for p in g["params"] if p in self._number)
+        if not numbers and any(g["params"] for g in optimizer.param_groups):
+            raise StrategyError(
+                f"{type(optimizer).__name__} holds no parameter of the model that {self.plan.name} trains: make it "
+                "from the module's parameters in configure_optimizers."
+            )
+        return numbers
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Returns the final gradient of what this rank updates of `parameter`."""
@@ -100,12 +105,37 @@ class LocalParameters:
             if local is not None and local is not parameter:
                 local.grad = None
 
+    def hide_gradients(self, optimizer: Optimizer) -> None:
+        """Lets an optimizer whose step is to be skipped find no gradient."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context in which groups and state hold this rank's parts; see [Note: parameter groups]."""
+        groups, state = optimizer.param_groups, optimizer.state
+        shown = [list(group["params"]) for group in groups]
+        pairs = [(p, mine) for params in shown for p in params if (mine := self.of(p)) is not None]
+        for parameter, mine in pairs:
+            if mine is not parameter and parameter in state:
+                state[mine] = state.pop(parameter)
+        for group, params in zip(groups, shown, strict=True):
+            group["params"] = [mine for p in params if (mine := self.of(p)) is not None]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, shown, strict=True):
+                group["params"] = params
+            for parameter, mine in pairs:
+                if mine is not parameter and mine in state:
+                    state[parameter] = state.pop(mine)
+
 
 def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
-    """Replaces, in place in `param_groups`, each parameter by what this rank owns of it.
+    """Cuts the state that the optimizer made in its constructor to what this rank updates.
 
-    The optimizer object, its options and its groups stay the user's; schedulers keep their reference. State that the
-    optimizer made in its constructor is cut the same way.
+    The optimizer object, its options and its groups stay the user's; schedulers keep their reference.
 
     Raises: StrategyError: the optimizer's arithmetic needs more than the elements it updates.
     """
@@ -115,16 +145,12 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
                 f"{type(optimizer).__name__} cannot run under {local.plan.name}: {why}. Use an element-wise optimizer "
                 "(AdamW, Adam, SGD, ...)" + ("." if kind is LBFGS else " or strategy ddp.")
             )
-    local.take(optimizer)
-    for group in optimizer.param_groups:
-        kept = [(i, p, local.of(p)) for i, p in enumerate(group["params"])]
-        if group.get("param_names") is not None:
-            group["param_names"] = [group["param_names"][i] for i, _, mine in kept if mine is not None]
-        for _, parameter, mine in kept:
-            state = optimizer.state.pop(parameter, None) if mine is not parameter else None
-            if state and mine is not None:
-                optimizer.state[mine] = {k: _cut(v, parameter, mine, local) for k, v in state.items()}
-        group["params"] = [mine for _, _, mine in kept if mine is not None]
+    local.numbers_of(optimizer)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        mine = local.of(parameter)
+        state = optimizer.state.pop(parameter, None) if mine is not parameter else None
+        if state and mine is not None:
+            optimizer.state[parameter] = {k: _cut(v, parameter, mine, local) for k, v in state.items()}
     made = [(f"optimizer state '{k}'", v) for s in optimizer.state.values() for k, v in s.items()]
     materialise_tensors((k, v) for k, v in made if isinstance(v, Tensor))
 

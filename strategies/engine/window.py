@@ -8,9 +8,9 @@ import torch
 from shardlight.strategies.errors import GradientError
 from torch import Tensor
 
-LATE = (
-    "{what} after the gradients of this step were reduced: run every backward of a step before its gradients are read, "
-    "clipped or used (all but the last under `strategy.block_backward_sync()`)."
+RAW = (
+    "{what} by a backward that the strategy does not know of: use `self.manual_backward(loss)` in manual optimization, "
+    "and return the loss from training_step otherwise."
 )
 
 
@@ -42,14 +42,17 @@ class Window:
     closed: bool = False
     """The gradients are final."""
     stepped: bool = False
-    """An optimizer has used them: the next backward opens a new window."""
+    """An optimizer has used them, and they end with it: the next backward opens a new window."""
+    carried: set[int] = field(default_factory=set)
+    """Numbers of parameters that have a final gradient of an earlier window; see [Note: gradients that stay]."""
     total_weight: float = 0.0
     total_loss: float = 0.0
     loss_scale: float | None = None
     """What each loss was multiplied by before backward, against underflow of fp16 gradients; None: no backward yet."""
     used: list[bool] = field(default_factory=list)
-    """By parameter number: some rank had a gradient for it."""
-
+    """By parameter number: there is a final gradient."""
+    written: list[bool] = field(default_factory=list)
+    """By buffer: some rank has written gradients in this window."""
     micro_batches: int = 0
     not_finite: list[str] = field(default_factory=list)
     """Names of parameters whose gradient was inf or NaN, on some rank."""
@@ -63,10 +66,8 @@ class Window:
             loss: 0-dim, the local mean as it was returned by the step.
             weight: None for a plain loss.
             factor: what the loss was divided by for the mean over the window; None: losses of a window are added up.
-        Raises: GradientError: plain and weighted losses in one window, or the gradients are final already.
+        Raises: GradientError: plain and weighted losses in one window.
         """
-        if self.closed:
-            raise GradientError(LATE.format(what="a backward was started"))
         weighted = weight is not None
         if self.weighted is not None and self.weighted != weighted:
             raise GradientError(
@@ -81,14 +82,17 @@ class Window:
             self.loss_sum += float(loss) * share
         self.weight_sum += share
 
-    def arrive(self, number: int, name: str) -> None:
-        """Enters a contribution into the ledger.
-
-        Raises: GradientError: the window's gradients are final already.
-        """
-        if self.closed:
-            raise GradientError(LATE.format(what=f"a gradient of '{name}' arrived"))
+    def arrive(self, number: int) -> None:
+        """Enters a contribution into the ledger."""
         self.arrived[number] = self.arrived.get(number, 0) + 1
+
+    def drop(self, number: int) -> None:
+        """Forgets the gradient of a parameter."""
+        self.arrived.pop(number, None)
+        self.counted.pop(number, None)
+        self.carried.discard(number)
+        if self.closed:
+            self.used[number] = False
 
     def check_complete(self, names: list[str]) -> None:
         """Raises GradientError unless every contribution that arrived was reduced exactly once."""
@@ -100,19 +104,27 @@ class Window:
             ]
             raise GradientError(f"gradients of this window are missing from the reduction: {', '.join(wrong)}.")
 
-    def row(self, n_params: int, flags: tuple[bool, bool]) -> Tensor:
-        """Returns (4 + n_params,) fp64: loss sum, weight sum, two flags, and which parameters have a gradient."""
+    def row(self, n_params: int, written: list[bool], flags: tuple[bool, bool]) -> Tensor:
+        """Returns (4 + n_params + n_buffers,) fp64: loss sum, weight sum, two flags, which parameters have a gradient,
+        and which buffers hold any.
+        """
         row = torch.zeros(4 + n_params, dtype=torch.float64)
         row[:4] = torch.tensor([self.loss_sum, self.weight_sum, *map(float, flags)], dtype=torch.float64)
         if self.arrived:
             row[4 + torch.tensor(sorted(self.arrived))] = 1.0
-        return row
+        return torch.cat([row, torch.tensor(written, dtype=torch.float64)])
 
-    def close(self, rows: Tensor) -> tuple[bool, bool]:
-        """Takes in the rows of all ranks, (world_size, 4 + n_params); returns for each flag if any rank raised it."""
+    def close(self, rows: Tensor, n_params: int) -> tuple[bool, bool]:
+        """Takes in the rows of all ranks, (world_size, 4 + n_params + n_buffers).
+
+        Returns: for each flag, whether any rank raised it.
+        """
         totals = rows.sum(dim=0)
         self.total_loss, self.total_weight = float(totals[0]), float(totals[1])
-        self.used = (totals[4:] > 0).tolist()
+        self.used = (totals[4 : 4 + n_params] > 0).tolist()
+        self.written = (totals[4 + n_params :] > 0).tolist()
+        for number in self.carried:
+            self.used[number] = True
         self.closed = True
         return bool(totals[2] > 0), bool(totals[3] > 0)
 
