@@ -135,6 +135,10 @@ class Engine:
         """See Weights.on_use."""
         self.weights.on_use(parameter, operation)
 
+    def equal(self, first: Tensor, second: Tensor) -> bool:
+        """See Weights.equal."""
+        return self.weights.equal(first, second)
+
     def _serve(self, code: int, own: bool) -> None:
         unit = self.table.units[code // 2]
         with torch.no_grad():

@@ -93,6 +93,9 @@ class Owner(Protocol):
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Returns with the parameter gathered; raises StrategyError when that is not possible now."""
 
+    def equal(self, first: Tensor, second: Tensor) -> bool:
+        """Compares two tensors; on all ranks."""
+
 
 class ReleasedParameter(nn.Parameter):
     """Mixin that is put before a parameter's own class while it is released; see [Note: released parameters]."""
@@ -111,6 +114,8 @@ class ReleasedParameter(nn.Parameter):
             if func.__name__ in ("__get__", "__set__")
             else None
         )
+        if func.__name__ == "equal" and len(args) == 2:
+            return _released(args, kwargs)[0]._shardlight_owner.equal(*args)
         for parameter in _released(args, kwargs):
             parameter._shardlight_owner.on_use(parameter, name or func.__name__)
         return func(*args, **kwargs)

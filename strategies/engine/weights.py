@@ -80,6 +80,22 @@ class Weights:
             unit.careful = True
         self.gather(unit)
 
+    def equal(self, first: Tensor, second: Tensor) -> bool:
+        """Whether two tensors, of which at least one is a released parameter, have the same shape and values.
+
+        Lightning's finetuning callbacks look for a parameter among others like this, between steps. Collective, unless
+        it is one parameter or the shapes differ.
+        """
+        if first is second or first.shape != second.shape:
+            return first is second
+        if self.running:
+            for tensor in (first, second):
+                if tensor in self.table.place:
+                    self.gather(self.table.place[tensor][0])
+            return torch.equal(first, second)
+        with self._holding({id(first), id(second)}):
+            return torch.equal(first, second)
+
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
@@ -183,8 +199,12 @@ class Weights:
 
         Changes made to them inside, the same on every rank, are kept.
         """
+        with self._holding({id(p) for p in (module or self.model).parameters()}):
+            yield
+
+    @contextmanager
+    def _holding(self, wanted: set[int]) -> Iterator[None]:
         self._agreement.meet("gathered")
-        wanted = {id(p) for p in (module or self.model).parameters()}
         units = [u for u in self.table.units if any(id(p) in wanted for b in u.buffers for p in b.params)]
         with torch.no_grad():
             for unit, everywhere in zip(units, self._gathered_everywhere(units), strict=True):
