@@ -69,6 +69,10 @@ class ShardedPrecision(Precision):
         """Clamps every element of the optimizer's gradients to [-clip_val, clip_val]."""
         self._strategy.engine.clip_value(optimizer, clip_val)
 
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clips with fused optimizers too: gradients are unscaled before, whatever the optimizer could do itself."""
+        Precision.clip_gradients(self, *args, **kwargs)
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Under `bf16-true` with master weights: buffers only, since the engine keeps the parameters."""
         if not isinstance(self, HalfPrecision) or not self._strategy.options.master:

@@ -120,6 +120,26 @@ def check_dtypes(engine, precision, where):
         assert all(p.dtype == shown for p in engine.table.parameters), where
 
 
+class Fused(TokenModule):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def check_fused(rank, world_size, folder):
+    first = None
+    for name in ("ddp", "zero3"):
+        strategy, chosen = make(name, "bf16-mixed")
+        trainer = make_trainer(strategy, world_size, folder, gradient_clip_val=0.1, **chosen)
+        trainer.fit(Fused(), DataLoader(Batches("tiny_gpt", rank, 2), batch_size=None))
+        got = weights_of(trainer.strategy.engine)
+        first = first or got
+        assert all(torch.equal(first[n], got[n]) for n in first), name
+
+
+def test_a_fused_optimizer_clips_under_mixed_precision(tmp_path):
+    run_ranks(check_fused, 2, init=False, folder=str(tmp_path))
+
+
 PRECISIONS = ["bf16-mixed", "16-mixed", "bf16-true", "bf16-true without masters"]
 
 
