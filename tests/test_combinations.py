@@ -1,0 +1,107 @@
+"""Options together: whatever is switched on beside it, a precision gives the same bits under every strategy."""
+
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import run_ranks
+from models import TinyGPT, token_batch, token_loss
+from shardlight.strategies import STRATEGIES, MixedFP16, ShardedEMA
+from test_lightning_fit import make_trainer
+from test_precision import weights_of
+from torch.utils.data import DataLoader
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+SETTINGS = {
+    "reduce": ("window", "micro_batch"),
+    "recompute": ("no", "blocks"),
+    "shard_group": (None, 1),
+    "defer": (True, False),
+    "clip": (None, 0.5),
+}
+"""`clip` changes numbers: compared with a run of its own."""
+
+
+class Late(pl.LightningModule):
+    """Builds its model in configure_model, where construction can be deferred."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = None
+
+    def configure_model(self):
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = TinyGPT()
+
+    def training_step(self, batch, batch_idx):
+        return token_loss(self.model, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def pairwise(settings):
+    """Rows of values in which every pair of values of two settings comes up."""
+    names, rows = list(settings), []
+    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in settings[a] for y in settings[b]}
+    while wanted:
+        best = max(itertools.product(*settings.values()), key=lambda row: len(wanted & _pairs(names, row)))
+        wanted -= _pairs(names, best)
+        rows.append(dict(zip(names, best, strict=True)))
+    return rows
+
+
+def _pairs(names, row):
+    return set(itertools.combinations(zip(names, row, strict=True), 2))
+
+
+def run(rank, world_size, folder, name, precision, accumulate, clip=None, **options):
+    fp16 = precision == "16-mixed"
+    ema = ShardedEMA(decay=0.5)
+    chosen = {"precision": None, "plugins": MixedFP16()} if fp16 else {"precision": precision}
+    trainer = make_trainer(
+        STRATEGIES[name](**options, **({"loss_scale": 256.0} if fp16 else {})),
+        world_size,
+        folder,
+        callbacks=ema,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        **chosen,
+    )
+    module = Late()
+    data = [token_batch(1000 * m + rank, 4, torch.float32) for m in range(2 * accumulate)]
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    weights = weights_of(trainer.strategy.engine)
+    with ema.averaged(trainer):
+        return weights | {f"ema {n}": t for n, t in weights_of(trainer.strategy.engine).items()}
+
+
+def combine(rank, world_size, folder, rows, accumulates):
+    for precision, accumulate in itertools.product(PRECISIONS, accumulates):
+        wants = {}
+        for row in rows:
+            row = dict(row)
+            name = row.pop("strategy")
+            if name == "ddp":
+                row["shard_group"] = None
+            where = f"{name} {precision} accumulate {accumulate} {row}"
+            key = row["clip"], row["reduce"]
+            if key not in wants:
+                wants[key] = run(rank, world_size, folder, "ddp", precision, accumulate, key[0], reduce=key[1])
+            got = run(rank, world_size, folder, name, precision, accumulate, **row)
+            for n, want in wants[key].items():
+                assert torch.equal(got[n], want), f"{where}: {n} is off by {(got[n] - want).abs().max():.2g}"
+
+
+def test_options_together_change_nothing(tmp_path):
+    rows = pairwise({"strategy": ("zero1", "zero2", "zero3"), **SETTINGS})
+    run_ranks(combine, 2, init=False, folder=str(tmp_path), rows=rows, accumulates=[1], timeout_s=200)
+
+
+@pytest.mark.long
+def test_all_options_together_change_nothing(tmp_path):
+    settings = {"strategy": ("ddp", "zero1", "zero2", "zero3"), **SETTINGS}
+    rows = [dict(zip(settings, row, strict=True)) for row in itertools.product(*settings.values())]
+    run_ranks(combine, 2, init=False, folder=str(tmp_path), rows=rows, accumulates=[1, 2], timeout_s=3000)
