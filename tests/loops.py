@@ -108,8 +108,8 @@ def check_released(engine: Engine) -> None:
 def check_equal(got: Outcome, want: Outcome, where: str, tolerance: float = 1e-10) -> None:
     for what in ("losses", "norms"):
         torch.testing.assert_close(
-            torch.tensor(getattr(got, what)),
-            torch.tensor(getattr(want, what)),
+            torch.tensor(getattr(got, what), dtype=torch.float64),
+            torch.tensor(getattr(want, what), dtype=torch.float64),
             rtol=tolerance,
             atol=tolerance,
             msg=lambda m: f"{where} {what}: {m}",

@@ -11,6 +11,7 @@ from loops import Losses, build, check_all_plans, check_released, group, rows
 from models import TinyGPT, token_batch
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.errors import StrategyError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -168,6 +169,23 @@ def recomputed_function(model, x, step, rank):
     return [(model.head(y @ model.blocks[1][0].weight.t() @ model.blocks[1][0].weight) + model.shift).square().mean()]
 
 
+def half_frozen():
+    model = Blocks()
+    model.blocks[0][0].requires_grad_(False)
+    return model
+
+
+def recomputed_frozen_weight(model, x, step, rank):
+    """A recomputed function: it reads a frozen weight of a block, and calls the block, which is over before that."""
+
+    def run(x):
+        scaled = (x @ model.blocks[1][2].weight) * model.blocks[0][0].bias
+        return model.blocks[0](scaled @ model.blocks[1][2].weight.t())
+
+    y = checkpoint(run, model.blocks[1](x), use_reentrant=bool(step % 2))
+    return [(model.head(y) + model.shift).square().mean()]
+
+
 def frozen_by_step(model, x, step, rank):
     """Blocks are frozen and set free between the steps."""
     model.blocks[step % 3].requires_grad_(False)
@@ -213,6 +231,7 @@ USES: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
     "order differs by rank": (Blocks, order_by_rank),
     "parametrized weights": (Parametrized, square),
     "a recomputed function": (Blocks, recomputed_function),
+    "a frozen weight in a recomputed function": (half_frozen, recomputed_frozen_weight),
     "frozen and set free": (Blocks, frozen_by_step),
 }
 
@@ -312,6 +331,12 @@ def waits_for_the_other(rank, world_size):
         with engine.gathered(model):
             assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
     check_released(engine)
+    with pytest.raises(StrategyError, match="the graph of a result that was computed without"), engine.gathered():
+        y = model(x)
+    with pytest.raises(ZeroDivisionError), engine.gathered():
+        y = model(x)
+        raise ZeroDivisionError
+    del y
 
 
 def test_a_rank_that_waits_for_others_keeps_none_of_their_weights():

@@ -81,7 +81,7 @@ class Gradients:
             unit.fired.clear()
             if self.table.reduce == "micro_batch":
                 self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
-            if self.table.plan.shard_parameters and not (unit.careful and unit.frozen):
+            if self.table.plan.shard_parameters and unit.may_release():
                 unit.release()
 
     def reduce(self, unit: Unit) -> None:
@@ -148,6 +148,7 @@ class Gradients:
     def _end_backward(self) -> None:
         for unit in self.table.units:
             unit.fired.clear()
+            unit.awaiting = 0
         for unit in reversed(self.table.units):
             if self.table.reduce == "micro_batch" and any(b.touched for b in unit.buffers):
                 self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")

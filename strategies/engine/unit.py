@@ -84,6 +84,10 @@ class Unit:
         """Whether some parameters are not trainable."""
         self.careful = False
         """A recomputation that we do not see into may still need frozen weights: see [Note: recomputation]."""
+        self.recomputed = False
+        """Its modules' forward ran again within this backward, as a part of something larger that is recomputed."""
+        self.awaiting = 0
+        """Inputs of a unit with frozen weights whose gradient has not arrived."""
         self.saving: list[AbstractContextManager[Any]] = []
         """One per running forward: how autograd saves tensors in it."""
         self._own_references = sum(b.references() for b in buffers)
@@ -98,6 +102,16 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             trainable = [p.requires_grad for b in self.buffers for p in b.params]
         self.expected, self.frozen = sum(trainable), not all(trainable)
+
+    def input_arrived(self, gradient: Tensor) -> None:
+        """Called with the gradient of an input: what ran on that input has had its backward."""
+        self.awaiting -= 1
+        if not (self.careful and self.recomputed):
+            self.release()
+
+    def may_release(self) -> bool:
+        """Whether nothing more is to come in this backward, once the last gradient of its own has arrived."""
+        return not self.frozen or (not self.careful and self.awaiting <= 0)
 
     def gather(self) -> None:
         """Collective; see FlatBuffer.gather."""
@@ -140,13 +154,14 @@ class Unit:
             if force:
                 raise StrategyError(
                     f"a view of a weight of unit '{self.name}' is still held when its step ends (an attribute, a list, "
-                    "a cached slice). Sharded weights are freed then: keep a copy instead (`weight[...].clone()`)."
+                    "a cached slice, the graph of a result that was computed without `torch.no_grad()`). Sharded "
+                    "weights are freed then: keep a copy instead (`weight[...].clone()`)."
                 )
             return
         changed = [name for b in self.buffers for name in b.changed()]
         if changed and not force:
             return
-        self.careful = False
+        self.careful = self.recomputed = False
         for buffer in self.buffers:
             buffer.release()
         if changed:

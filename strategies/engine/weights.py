@@ -34,7 +34,7 @@ class Weights:
                 self._hook_forward(unit, spec)
 
     def _hook_forward(self, unit: Unit, spec: UnitSpec) -> None:
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.running:
                 return
             unit.depth += 1
@@ -42,11 +42,14 @@ class Weights:
             saving = self.saving()
             saving.__enter__()
             unit.saving.append(saving)
-            if torch.is_grad_enabled() and not _in_backward() and not unit.expected:
-                for tensor in _tensors(args):
+            if _in_backward():
+                unit.recomputed = True
+            elif unit.frozen and torch.is_grad_enabled():
+                # The last gradient of its own does not tell when a unit with frozen weights is over: its inputs' does.
+                for tensor in _tensors([args, kwargs]):
                     if tensor.requires_grad:
-                        # No gradient of its own tells when a frozen unit's backward is over: its inputs' does.
-                        tensor.register_hook(lambda _: unit.release())
+                        tensor.register_hook(unit.input_arrived)
+                        unit.awaiting += 1
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not unit.saving:
@@ -60,7 +63,7 @@ class Weights:
                 torch.clear_autocast_cache()
 
         for root in spec.roots:
-            self.handles.append(root.register_forward_pre_hook(before, prepend=True))
+            self.handles.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             # Always: a recomputation ends its forward with an exception once it has what it needs.
             self.handles.append(root.register_forward_hook(after, always_call=True))
 
@@ -210,8 +213,10 @@ class Weights:
             for unit, everywhere in zip(units, self._gathered_everywhere(units), strict=True):
                 unit.pinned += 1
                 unit.show_home(everywhere)
+        failed = True
         try:
             yield
+            failed = False
         finally:
             with torch.no_grad():
                 for unit in units:
@@ -219,7 +224,7 @@ class Weights:
                     if not unit.pinned:
                         unit.write_back()
                         if self.table.plan.shard_parameters:
-                            unit.release(force=self.running == 0)
+                            unit.release(force=self.running == 0 and not failed)
 
     def _gathered_everywhere(self, units: list[Unit]) -> list[bool]:
         # Inside a step a unit that this rank uses may be released on others. Collective.
