@@ -19,6 +19,7 @@ from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import StatePlan
+from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
@@ -214,7 +215,11 @@ class ShardedStrategy(Saving):
                 groups,
                 self.options.reduce,
                 self.options.units,
-                self.options.recompute == "blocks",
+                BlockTransforms(
+                    recompute=self.options.recompute,
+                    compile=self.options.compile,
+                    compile_backend=self.options.compile_backend,
+                ),
                 self.precision_plugin.dtype_policy(),
             )
             _engines[module] = ref(self._engine)

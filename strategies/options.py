@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shardlight.strategies.engine.plan import Reduce
+from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
 from shardlight.strategies.errors import StrategyError
 
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
@@ -25,9 +26,15 @@ class EngineOptions:
     """Hybrid sharding for zero1 to zero3: state is sharded within groups of this many ranks that follow each other (the
     devices of a node), and replicated across the groups: gathers stay within a group. Unset: sharded over all ranks."""
 
-    recompute: Literal["no", "blocks"] = "no"
+    recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
-    forward."""
+    forward. `blocks_reentrant` is PyTorch's older kind, for blocks that its hooks on saved tensors do not suit."""
+
+    compile: Compile = "no"
+    """Whether the units' blocks are compiled by torch.compile; like blocks share one compilation."""
+
+    compile_backend: str = "inductor"
+    """Backend of torch.compile; `aot_eager` needs no C++ compiler (and gains nothing: it is for looking for faults)."""
 
     master: bool = True
     """With precision bf16-true: whether the optimizer works on fp32 master weights. False: on the bf16 weights, which
@@ -88,13 +95,15 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     options = kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
     choices = {
         "reduce": (None, *get_args(Reduce)),
-        "recompute": ("no", "blocks"),
+        "recompute": get_args(Recompute),
+        "compile": get_args(Compile),
         "reduce_dtype": (None, *REDUCE_DTYPES),
     }
     for name, allowed in choices.items():
         value = getattr(options, name)
         if value not in allowed:
-            names = " or ".join(repr(a) for a in allowed if a is not None)
+            *some, last = (repr(a) for a in allowed if a is not None)
+            names = f"{', '.join(some)} or {last}"
             raise StrategyError(f"{name}={value!r} is not an option of {strategy}: use {names}.")
     if options.max_not_finite_steps < 1:
         raise StrategyError(f"max_not_finite_steps={options.max_not_finite_steps!r} must be at least 1.")

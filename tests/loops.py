@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,9 @@ def sharded(
         before = engine.collectives.calls.copy()
         with engine.forward():
             parts = losses(model, batch(step, rank), step, rank)
+        check_released(engine)
         for loss in parts:
-            engine.backward(loss, run=lambda x: x.backward(retain_graph=True))
+            engine.backward(loss, run=partial(Tensor.backward, retain_graph=len(parts) > 1))
             check_released(engine)
         del parts, loss
         engine.close_window()

@@ -10,6 +10,7 @@ from models import TinyGPT, token_batch, token_loss
 from shardlight.strategies import ZeRO3
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.errors import StrategyError
 from torch import nn
@@ -36,7 +37,9 @@ def train(plan, world, recompute_blocks):
         block.block.norm1.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     group = dist.group.WORLD if world > 1 else None
-    engine = Engine(model, PLANS[plan], group, recompute_blocks=recompute_blocks)
+    engine = Engine(
+        model, PLANS[plan], group, transforms=BlockTransforms(recompute="blocks" if recompute_blocks else "no")
+    )
     engine.take_optimizer(optimizer)
     torch.manual_seed(5)
     losses, gradients = [], []
@@ -119,7 +122,12 @@ def test_a_frozen_weight_in_a_recomputed_part_is_never_a_nan():
 def most_gathered(rank, world_size, how):
     torch.manual_seed(0)
     model = TinyGPT(layers=8)
-    engine = Engine(model, PLANS["zero3"], dist.group.WORLD, recompute_blocks=how == "option")
+    engine = Engine(
+        model,
+        PLANS["zero3"],
+        dist.group.WORLD,
+        transforms=BlockTransforms(recompute="blocks" if how == "option" else "no"),
+    )
     if how == "user":
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -143,5 +151,7 @@ def test_a_recomputed_unit_is_released_when_its_gradients_are_there(how):
 
 
 def test_a_misspelt_choice_is_refused():
-    with pytest.raises(StrategyError, match="recompute='block' is not an option of zero3: use 'no' or 'blocks'"):
+    with pytest.raises(
+        StrategyError, match="recompute='block' is not an option of zero3: use 'no', 'blocks' or 'blocks_reentrant'"
+    ):
         ZeRO3(recompute="block")

@@ -34,7 +34,8 @@ from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient
-from shardlight.strategies.engine.transforms.recompute import recompute
+from shardlight.strategies.engine.transforms.blocks import BlockTransforms
+from shardlight.strategies.engine.transforms.compile import unwrap_compiled
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import GATHER, Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
@@ -53,8 +54,9 @@ class Engine:
         group: process group of the data-parallel ranks, or the groups of hybrid sharding; None: one process.
         reduce: overrides the plan's default.
         unit_classes: see find_units.
-        recompute_blocks: blocks keep only their inputs, and run again in backward.
+        transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
+    Raises: StrategyError: a unit class or a transform finds no module.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class Engine:
         group: dist.ProcessGroup | EngineGroups | None = None,
         reduce: Reduce | None = None,
         unit_classes: Sequence[str] = (),
-        recompute_blocks: bool = False,
+        transforms: BlockTransforms | None = None,
         dtypes: DtypePolicy = AS_THEY_ARE,
     ) -> None:
+        self._wrap_compiled = unwrap_compiled(model)
         self.model = model
         self.plan = plan
         if dtypes.mixed and not plan.shard_optimizer:
@@ -82,7 +85,9 @@ class Engine:
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
-        self._undo_transforms = recompute(model, blocks if recompute_blocks else [], self.weights.saving)
+        self._undo_transforms = (transforms or BlockTransforms()).apply(
+            model, blocks, self.weights.saving, self.weights.gather_module if plan.shard_parameters else None
+        )
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table.place, plan)
         self.stepping = False
@@ -339,6 +344,7 @@ class Engine:
         with self.gathered(), torch.no_grad():
             whole = [p.data.clone() for p in self.table.parameters]
         self._undo_transforms()
+        self._wrap_compiled()
         for handle in (*self.weights.handles, *self.gradients.handles, *self._optimizer_hooks):
             handle.remove()
         for parameter, data in zip(self.table.parameters, whole, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.partition import UnitSpec
+from shardlight.strategies.engine.released import ReleasedParameter
 from shardlight.strategies.engine.unit import SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
@@ -14,6 +15,12 @@ from torch import Tensor, nn
 
 GATHER = 0
 """Code of the need to gather unit i: 2 * i + GATHER."""
+
+
+_WHY_NOT_COMPILED = (
+    "shardlight gathers sharded weights here, which is not compiled: leave fullgraph out, or compile the blocks alone "
+    "(strategy option compile: blocks)"
+)
 
 
 class Weights:
@@ -62,6 +69,8 @@ class Weights:
                 # Autocast would keep its copies of fp32 weights to the end of the step.
                 torch.clear_autocast_cache()
 
+        # Where the user compiles around units, compiled code ends here: see [Note: compiled around units].
+        before, after = (torch.compiler.disable(hook, reason=_WHY_NOT_COMPILED) for hook in (before, after))
         for root in spec.roots:
             self.handles.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             # Always: a recomputation ends its forward with an exception once it has what it needs.
@@ -98,6 +107,12 @@ class Weights:
             return torch.equal(first, second)
         with self._holding({id(first), id(second)}):
             return torch.equal(first, second)
+
+    def gather_module(self, module: nn.Module) -> None:
+        """Gathers every unit that holds a parameter of `module`: compiled code cannot do it on use."""
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, ReleasedParameter):
+                self.on_use(parameter, name)
 
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
