@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -103,11 +104,22 @@ def keep_engine_out() -> None:
 
 
 def _compiled(forward: Forward, name: str, backend: str) -> Forward:
+    """Compiles a function of its own.
+
+    Dynamo keeps what it compiled with the code object, so code of its own has its own limit of recompilations, also
+    behind a graph break.
+    """
+    if isinstance(forward, FunctionType) and not trace_rules.check(forward):
+        own = FunctionType(
+            forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        return torch.compile(own, backend=backend)
+
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
 
-    # Dynamo keeps what it compiled with the code object: one of its own has its own limit of recompilations. And what
-    # is in this file is not compiled, see `keep_engine_out`.
+    # What is in this file is not compiled, see `keep_engine_out`: neither would be what PyTorch's own files hold.
     run.__code__ = run.__code__.replace(co_name=f"{name}_forward", co_filename=f"<{name}, compiled as a block>")
     return torch.compile(run, backend=backend)
 

@@ -2,7 +2,8 @@
 
 [Note: caches] A block that fills a cache of keys and values which its model hands to it would fill it twice. Models of
 transformers know: their layers and the models around them have a flag `gradient_checkpointing`, and with it no cache is
-made. So where a block has that flag, the flags are set and the block calls our checkpoint by itself.
+made. So where a block has that flag, the flags are set and the block calls our checkpoint by itself; a compiled block,
+whose code must not call it, is left without.
 
 [Note: reentrant] PyTorch's reentrant kind sees only tensors that are arguments and results themselves, and gives no
 gradients at all when no argument requires one. So arguments and results are taken apart, and one more argument, an
@@ -44,13 +45,13 @@ def recompute(
     Returns: a function that undoes it.
     """
     run = partial(_checkpoint_reentrant if reentrant else _checkpoint, around)
-    flagged = [b for b in blocks if hasattr(b, _FLAG)]
-    inside = set(flagged)
+    inside = {b for b in blocks if hasattr(b, _FLAG)}
+    flagged = [b for b in blocks if b in inside and "forward" not in vars(b)]
     around_them = [
         m for m in model.modules() if hasattr(m, _FLAG) and m not in inside and not inside.isdisjoint(m.modules())
     ]
     before = [(m, vars(m).get(_FLAG), vars(m).get(_FUNCTION)) for m in (*flagged, *around_them)]
-    undos = [replace_forward(b, partial(_recomputed, run)) for b in blocks if b not in inside]
+    undos = [replace_forward(b, partial(_recomputed, run)) for b in blocks if b not in flagged]
     for block in flagged:
         setattr(block, _FUNCTION, run)
     for module in (*flagged, *around_them):
