@@ -1,6 +1,7 @@
 """A module built without memory comes out, bit for bit, as the module built the ordinary way."""
 
 import copy
+import pickle
 
 import lightning.pytorch as pl
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from harness import RanksFailedError, run_ranks
 from loops import group, plans
 from models import TinyGPT
+from safetensors.torch import load_file, save_file
 from shardlight.strategies import ZeRO3, deferred_init, materialise
 from shardlight.strategies.engine.deferred.tensors import DeferredTensor, is_deferred, materialise_others
 from shardlight.strategies.engine.engine import Engine
@@ -18,6 +20,8 @@ from test_lightning_fit import make_trainer
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 
 class Rows(nn.Module):
@@ -165,6 +169,52 @@ def test_a_real_tensor_that_a_constructor_changes_later_counts_as_it_was():
         layer.weight.data[0] = table
     materialise(layer)
     assert layer.bias.tolist() == [1, 1, 1] and layer.weight[0].tolist() == [0, 0, 0]
+
+
+def test_a_deferred_module_can_be_copied_and_saved_and_loaded_by_torch(tmp_path):
+    torch.manual_seed(1)
+    want = nn.TransformerEncoderLayer(8, 2, 16)
+    save_file(want.state_dict(), tmp_path / "w.safetensors")
+    torch.save(want.state_dict(), tmp_path / "w.pt")
+    torch.manual_seed(1)
+    with deferred_init():
+        layer = nn.TransformerEncoderLayer(8, 2, 16)
+    copied, pickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    assert is_deferred(copied.linear1.weight) and not is_deferred(pickled.linear1.weight)
+    read = []
+    with deferred_init():
+        for state_of in (load_file(tmp_path / "w.safetensors"), torch.load(tmp_path / "w.pt", mmap=True)):
+            read.append(nn.TransformerEncoderLayer(8, 2, 16))
+            read[-1].load_state_dict(state_of)
+    for module in (layer, copied, pickled, *read):
+        assert isinstance(module.linear1.weight, nn.Parameter)
+        materialise(module)
+        for name, tensor in want.state_dict().items():
+            assert torch.equal(module.state_dict()[name], tensor), name
+            assert type(module.get_parameter(name)) is nn.Parameter
+
+
+def test_metrics_and_modules_that_are_registered_nowhere_work_after_deferral():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix, self.mean = MulticlassConfusionMatrix(3), MeanMetric()
+            self.hidden = [nn.Linear(2, 2)]
+
+    with deferred_init():
+        holder = Holder()
+    materialise(holder)
+    materialise_others()
+    holder.matrix.update(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    assert holder.matrix.compute().sum() == 2 and holder.mean(3.0) == 3
+    holder.matrix.reset()
+    assert holder.matrix.confmat.sum() == 0 and holder.hidden[0](torch.ones(2)).isfinite().all()
+
+
+def test_an_error_while_a_module_is_built_deferred_says_how_to_do_without():
+    with pytest.raises(ZeroDivisionError) as caught, deferred_init():
+        nn.Parameter(torch.ones(3) * (1 / 0))
+    assert "strategy.defer: false" in caught.value.__notes__[0]
 
 
 def test_deferred_tensors_answer_as_the_tensors_they_will_be():

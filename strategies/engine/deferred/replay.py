@@ -118,6 +118,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
+        torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     raise StrategyError(f"random numbers on device '{device}' cannot be recorded: only on cpu and cuda.")
 

@@ -6,9 +6,10 @@ they are sharded (`model.apply(init)`, `model.to(dtype)`, a resized embedding) i
 tensors that they will be (`device`, `is_meta`).
 """
 
+import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ MEND = (
 )
 
 _depth = 0
+_any = False
+"""Whether there may be deferred tensors in this process."""
 
 
 class _Answers(TorchFunctionMode):
@@ -57,12 +60,16 @@ def _answer(func: Callable, args: tuple, kwargs: dict) -> Any:
     elif first is not None and name in _OF_VALUES and is_recorded(first):
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return func(value_of(first), *args[1:], **kwargs)
+    elif name == "__deepcopy__" and first is not None and not is_recorded(first):
+        # A real tensor's copy is real; it is made of storages, which are no operations.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return func(*args, **kwargs)
     elif first is not None and name in ("to", "cpu", "cuda") and is_recorded(first):
         return _move(func, name, args, kwargs)
     return func(*args, **kwargs)
 
 
-_OF_VALUES = frozenset(["tolist", "numpy", "__array__", "__repr__", "__format__"])
+_OF_VALUES = frozenset(["tolist", "numpy", "__array__", "__repr__", "__format__", "__reduce_ex__"])
 
 
 def _place(tensor: Tensor, attribute: str) -> Any:
@@ -120,6 +127,20 @@ class DeferredTensor(Tensor):
         tree_map(lambda x: _mark(x) if isinstance(x, Tensor) else x, result)
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is deferred as well, and of the same own class."""
+        if id(self) in memo:
+            return memo[id(self)]
+        deferred, device = type(self), _place(self, "device")
+        self.__class__ = deferred._shardlight_own_class
+        try:
+            with Recorder(device), _Answers():
+                result = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = deferred
+        _mark(result)
+        return result
+
     def __repr__(self) -> str:
         with torch._C.DisableTorchFunctionSubclass():
             kind = "Parameter" if isinstance(self, nn.Parameter) else "Tensor"
@@ -156,12 +177,14 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
             model = GPT(layers=96)
         engine = Engine(model, PLANS["zero3"], group)    # or trainer.fit(model)
     """
-    global _depth
+    global _depth, _any
+    _any = True
     with torch._C.DisableTorchFunction():
         home = torch.get_default_device() if device is None else torch.device(device)
     _depth += 1
     try:
-        with Recorder(home), _Answers():
+        # The device's own context too: what is made from values (`torch.tensor([1.0])`) is real, and belongs there.
+        with Recorder(home), _Answers(), home if device is not None else nullcontext():
             yield
     except Exception as error:
         error.add_note(f"(The module was being built without memory. If that is the reason: {MEND})")
@@ -247,9 +270,11 @@ def materialise_buffers(module: nn.Module) -> None:
 
 def materialise_others() -> None:
     """Gives everything that is still deferred its values: tensors that no module has registered, hidden modules."""
-    if _alive(DeferredTensor):
+    global _any
+    if _any and _alive(DeferredTensor):
         gc.collect()  # what only waits to be collected needs no memory
         materialise_tensors([("(not registered in the module)", t) for t in _alive(DeferredTensor)])
+    _any = False
 
 
 def materialise_tensors(named: Iterable[tuple[str, Tensor]]) -> None:
