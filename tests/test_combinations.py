@@ -1,6 +1,7 @@
 """Options together: whatever is switched on beside it, a precision gives the same bits under every strategy."""
 
 import itertools
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ SETTINGS = {
     "reduce": ("window", "micro_batch"),
     "recompute": ("no", "blocks"),
     "shard_group": (None, 1),
+    "compile": ("no", "blocks"),
     "defer": (True, False),
     "clip": (None, 0.5),
 }
@@ -57,12 +59,17 @@ def _pairs(names, row):
     return set(itertools.combinations(zip(names, row, strict=True), 2))
 
 
+def quiet():
+    # torch.compile looks at `grad` of every tensor that it traces.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
 def run(rank, world_size, folder, name, precision, accumulate, clip=None, **options):
     fp16 = precision == "16-mixed"
     ema = ShardedEMA(decay=0.5)
     chosen = {"precision": None, "plugins": MixedFP16()} if fp16 else {"precision": precision}
     trainer = make_trainer(
-        STRATEGIES[name](**options, **({"loss_scale": 256.0} if fp16 else {})),
+        STRATEGIES[name](**options, compile_backend="aot_eager", **({"loss_scale": 256.0} if fp16 else {})),
         world_size,
         folder,
         callbacks=ema,
@@ -79,6 +86,7 @@ def run(rank, world_size, folder, name, precision, accumulate, clip=None, **opti
 
 
 def combine(rank, world_size, folder, rows, accumulates):
+    quiet()
     for precision, accumulate in itertools.product(PRECISIONS, accumulates):
         wants = {}
         for row in rows:
