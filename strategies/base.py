@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import lightning.pytorch as pl
 import torch
@@ -59,7 +59,8 @@ class ShardedStrategy(Saving):
         self.not_finite_steps = 0
         """Steps that were skipped because a gradient was inf or NaN on some rank."""
         self.last_step_skipped = False
-        """The last optimizer step changed nothing; schedules that count steps stand still."""
+        self._skipped: WeakSet[Optimizer] = WeakSet()
+        """The last optimizer step changed nothing."""
         self._not_finite_in_a_row = 0
         self._engine: Engine | None = None
         self._weight: float | None = None
@@ -222,6 +223,7 @@ class ShardedStrategy(Saving):
                 ),
                 self.precision_plugin.dtype_policy(),
             )
+            self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)
         elif fitting:
             self._reset_optimizers_and_schedulers()
@@ -317,11 +319,12 @@ class ShardedStrategy(Saving):
         result = closure()
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
-        self._note_step(self.engine.step(optimizer, keep_gradients=True))
+        self._note_step(optimizer, self.engine.step(optimizer, keep_gradients=True))
         return result
 
-    def _note_step(self, result: StepResult) -> None:
+    def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
         self.last_step_skipped = result is not StepResult.STEPPED
+        (self._skipped.add if self.last_step_skipped else self._skipped.discard)(optimizer)
         loss_scale = self.precision_plugin.loss_scale
         lowered = loss_scale is not None and loss_scale.update(result)
         if result is StepResult.NO_WEIGHT:
@@ -341,6 +344,10 @@ class ShardedStrategy(Saving):
                 "learning rate, clip gradients, or look at the data (trainer.detect_anomaly names the operation)."
             )
         rank_zero_warn(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.")
+
+    def skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's last step changed nothing."""
+        return optimizer in self._skipped
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Lightning evaluates under inference_mode, whose tensors training cannot use afterwards.

@@ -13,12 +13,12 @@ _strategies: "WeakKeyDictionary[LRScheduler, ReferenceType[ShardedStrategy]]" = 
 
 
 class HeldSchedule(LRScheduler):
-    """Mixin before a scheduler's own class: its step counts only when an optimizer step was made."""
+    """Mixin before a scheduler's own class: its step counts only when its optimizer made one."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps, unless the strategy skipped the last optimizer step."""
         strategy = _strategies[self]()
-        if strategy is None or not strategy.last_step_skipped:
+        if strategy is None or not strategy.skipped(self.optimizer):
             super().step(*args, **kwargs)
 
 

@@ -211,6 +211,7 @@ def check_batch_norm(rank, world_size, folder):
             assert saved["norm.num_batches_tracked"].item() == 2, strategy
 
 
+@pytest.mark.conformance("A13")
 @pytest.mark.case("C092")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batch_norm_statistics_are_rank_zeros_everywhere(world_size, tmp_path):
@@ -222,6 +223,7 @@ def check_sync_batch_norm(rank, world_size, folder):
         make_trainer("zero3", 1, folder, sync_batchnorm=True).fit(Normed(), batches(ONE), batches(ONE))
 
 
+@pytest.mark.conformance("A13")
 @pytest.mark.case("C092")
 def test_synchronised_batch_norm_is_refused_at_setup(tmp_path):
     run_ranks(check_sync_batch_norm, 1, init=False, folder=str(tmp_path))

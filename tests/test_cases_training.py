@@ -131,6 +131,7 @@ def check_hooks(rank, world_size, folder):
         assert module.weight() == pytest.approx(0.4), strategy
 
 
+@pytest.mark.conformance("B2")
 def test_gradients_are_final_in_the_hooks(tmp_path):
     run_ranks(check_hooks, 2, init=False, folder=str(tmp_path))
 
@@ -168,6 +169,7 @@ def check_schedule(rank, world_size, folder):
         assert trainer.global_step == 4 and module.weight() == pytest.approx(-2.2), strategy
 
 
+@pytest.mark.conformance("A7")
 @pytest.mark.case("C010")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_schedule_counts_optimizer_steps(world_size, tmp_path):
@@ -186,6 +188,7 @@ def check_short_window(rank, world_size, folder):
             assert module.weight() == pytest.approx(-0.2 * steps, abs=1e-12), where
 
 
+@pytest.mark.conformance("A2")
 @pytest.mark.case("C031")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_short_last_window_is_a_step_of_its_own_mean(world_size, tmp_path):

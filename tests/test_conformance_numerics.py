@@ -1,9 +1,17 @@
 """Rows A of the conformance matrix: clipping, accumulation, groups, optimizers, schedules, forwards."""
 
+from contextlib import nullcontext
+
+import lightning.pytorch as pl
 import pytest
 import torch
-from conformance import Base, Cases, Scheduled, check_cases
+from conformance import BATCHES, Base, Cases, Scheduled, batch, check_cases
 from harness import run_ranks
+from lightning.pytorch.strategies import DDPStrategy
+from shardlight.strategies import STRATEGIES
+from test_cases_training import batches
+from test_lightning_fit import make_trainer
+from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 case = Cases()
@@ -197,3 +205,93 @@ def test_training_is_that_of_stock_lightning_in_one_process(world_size, tmp_path
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_under_every_strategy(world_size, tmp_path):
     run_ranks(check, world_size, init=False, folder=str(tmp_path), full=True, timeout_s=900)
+
+
+# --- C074: schedules go on where they were
+
+
+class Exponential(Scheduled):
+    def schedule(self, optimizer):
+        return lrs.ExponentialLR(optimizer, 0.5)
+
+
+class Patient(Scheduled):
+    interval, monitor = "epoch", "metric"
+
+    def schedule(self, optimizer):
+        return lrs.ReduceLROnPlateau(optimizer, factor=0.1, patience=2)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("metric", 1.0, sync_dist=True, batch_size=len(batch))
+
+
+class WarmsUpThenFalls(Scheduled):
+    def schedule(self, optimizer):
+        parts = [lrs.LinearLR(optimizer, 0.25, total_iters=2), lrs.CosineAnnealingLR(optimizer, 4)]
+        return lrs.SequentialLR(optimizer, parts, [3])
+
+
+def check_resume(rank, world_size, folder):
+    loader = batches(batch(0, rank))
+    for strategy in ("ddp", "zero1", "zero3") if world_size > 1 else ("single", "zero3"):
+        for kind in (Exponential, Patient, WarmsUpThenFalls):
+            path = f"{folder}/{strategy}-{kind.__name__}"
+            runs = {}
+            for name, first, then in (("whole", 4, None), ("first", 2, None), ("second", 4, path)):
+                module = kind()
+                trainer = make_trainer(strategy, world_size, folder, max_epochs=first)
+                trainer.fit(module, loader, loader, ckpt_path=then)
+                if name == "first":
+                    trainer.save_checkpoint(path)
+                rate = trainer.optimizers[0].param_groups[0]["lr"]
+                assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [rate], (strategy, kind)
+                runs[name] = [seen[0] for seen in module.seen if isinstance(seen, list)], rate
+            whole, first, second = runs["whole"], runs["first"], runs["second"]
+            assert first[0] + second[0] == whole[0] and second[1] == whole[1], (strategy, kind, runs)
+            if kind is Exponential:
+                assert whole[0] == pytest.approx([0.05, 0.025, 0.0125, 0.00625]), runs
+            if kind is Patient:
+                assert whole == ([0.1] * 4, pytest.approx(0.01)), runs
+
+
+@pytest.mark.case("C074")
+@pytest.mark.conformance("A7")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_schedules_go_on_after_a_resume(world_size, tmp_path):
+    run_ranks(check_resume, world_size, init=False, folder=str(tmp_path))
+
+
+# --- A14: a rank draws its own random numbers, from the seed that the user has set
+
+
+class Dropping(Base):
+    def loss(self, x):
+        return super().loss(nn.functional.dropout(x, 0.3)) + self.net(nn.functional.dropout(x, 0.5)).square().mean()
+
+
+def check_dropout(rank, world_size, folder):
+    for seeds in ((3, 3), (3, 4)):
+        results = []
+        stock = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+        for strategy in (stock, *(STRATEGIES[n](recompute=r) for n in ("ddp", "zero3") for r in ("no", "blocks"))):
+            module = Dropping()
+            trainer = make_trainer(strategy, world_size, folder)
+            pl.seed_everything(seeds[rank], verbose=False)
+            loader = batches(*[batch(n, rank) for n in range(BATCHES)])
+            trainer.fit(module, loader, loader)
+            with nullcontext() if strategy is stock else trainer.strategy.gathered():
+                results.append([p.detach().clone() for p in module.parameters()])
+        for other in results[1:]:
+            for got, want in zip(other, results[0], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        yield results[0]
+
+
+def check_seeds(rank, world_size, folder):
+    same, different = check_dropout(rank, world_size, folder)
+    assert not torch.equal(same[0], different[0])
+
+
+@pytest.mark.conformance("A14")
+def test_dropout_draws_what_lightnings_ddp_draws(tmp_path):
+    run_ranks(check_seeds, 2, init=False, folder=str(tmp_path))

@@ -91,6 +91,7 @@ def test_sgd_in_fp32_equals_one_process(world_size):
     run_ranks(check, world_size, cases=cases, dtype=torch.float32, optimizer="sgd", tolerance=1e-5, timeout_s=240)
 
 
+@pytest.mark.conformance("A8")
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -247,6 +247,7 @@ def test_every_use_gives_the_numbers_of_the_plain_loop(world_size):
     run_ranks(check_uses, world_size, names=list(USES))
 
 
+@pytest.mark.conformance("A10")
 @pytest.mark.case("C037")
 @pytest.mark.case("C038")
 @pytest.mark.parametrize("name", USES)

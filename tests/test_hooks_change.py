@@ -123,6 +123,7 @@ def check(rank, world_size, folder, hook, clip):
                     )
 
 
+@pytest.mark.conformance("B2")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("hook,clip", [("on_after_backward", None), ("on_before_optimizer_step", 0.2)])
 def test_changed_gradients_are_the_ones_that_are_used(world_size, hook, clip, tmp_path):

@@ -95,8 +95,8 @@ class Engine:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._optimizer_hooks: list[Any] = []
         self.gradients.optimized = self._optimized
-        self.on_raw_step: Callable[[StepResult], None] = lambda result: None
-        """Told of a step that an optimizer made by itself, not by `step`."""
+        self.on_raw_step: Callable[[], Callable[[Optimizer, StepResult], None] | None] = lambda: None
+        """A weak reference to who is told of a step that an optimizer made by itself, not by `step`."""
         # The parts' own calls, which are this class's interface as well.
         self.gathered = self.weights.gathered
         self.backward = self.gradients.backward

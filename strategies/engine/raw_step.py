@@ -49,4 +49,6 @@ class RawStep:
         context.__exit__(None, None, None)
         if isinstance(self._used, list):
             engine.finish_step(optimizer, self._used)
-        engine.on_raw_step(self._used if isinstance(self._used, StepResult) else StepResult.STEPPED)
+        told = engine.on_raw_step()
+        if told is not None:
+            told(optimizer, self._used if isinstance(self._used, StepResult) else StepResult.STEPPED)

@@ -51,7 +51,9 @@ class Weights:
             unit.saving.append(saving)
             if _in_backward():
                 unit.recomputed = True
-            elif unit.frozen and torch.is_grad_enabled():
+                return
+            unit.refresh()  # toggle_optimizer may have come since the step began
+            if unit.frozen and torch.is_grad_enabled():
                 # The last gradient of its own does not tell when a unit with frozen weights is over: its inputs' does.
                 for tensor in _tensors([args, kwargs]):
                     if tensor.requires_grad:
