@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.compiled import keep_trainer_out
 from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
@@ -197,6 +198,7 @@ class ShardedStrategy(Saving):
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         module = self.lightning_module
         self._refuse(trainer)
+        keep_trainer_out(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         holder = _engines[module]() if module in _engines else None
         if holder is not None and (holder is not self._engine or not holder.holds(module)):
