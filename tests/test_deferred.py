@@ -388,12 +388,12 @@ def lightning_routes(rank, world_size, folder, pairs):
         for name, tensor in want.items():
             assert torch.equal(module.start[name], tensor), f"{where} {name}"
         assert module.deferred is (route != "configure_model" or strategy == "zero3"), where
-        model = module.model
-        trainer.validate(module, data, verbose=False)
-        trainer.test(module, data, verbose=False)
-        assert module.model is model
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module, data, data)
+        if route == "configure_model":
+            # Called again at each of these.
+            model = module.model
+            trainer.validate(module, data, verbose=False)
+            trainer.test(module, data, verbose=False)
+            assert module.model is model
         with trainer.strategy.gathered():
             end = [p.detach().clone() for p in module.parameters()]
         for a, b in zip(end, ends.setdefault(0, end), strict=True):
@@ -425,3 +425,24 @@ def meta_outside(rank, world_size, folder):
 def test_a_module_on_the_meta_device_without_its_initialisation_is_refused_by_name(tmp_path):
     with pytest.raises(RanksFailedError, match=r"'model.steps' is on the meta device.*configure_model"):
         run_ranks(meta_outside, 1, init=False, folder=str(tmp_path))
+
+
+def grows_between_fits(rank, world_size, folder):
+    data = DataLoader([torch.arange(6) % 9], batch_size=None)
+    module = Plain(1, late=True)
+    trainer = make_trainer("zero3", world_size, folder, precision="32-true")
+    trainer.fit(module, data, data)
+    first = trainer.strategy.engine
+    with trainer.strategy.gathered():
+        before = module.model.embedding.weight.detach().clone()
+    module.model.extra = nn.Linear(3, 3)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data, data)
+    assert trainer.strategy.engine is not first and torch.equal(module.start["embedding.weight"], before)
+    assert module.model.extra.weight in trainer.strategy.engine.table.place
+    with trainer.strategy.gathered():
+        assert not torch.equal(module.model.embedding.weight, before)
+
+
+def test_a_module_with_new_parameters_in_a_second_fit_is_sharded_anew(tmp_path):
+    run_ranks(grows_between_fits, 2, init=False, folder=str(tmp_path))

@@ -86,7 +86,7 @@ def loads(rank, world_size, folder):
 
 
 @pytest.mark.case("C068")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_values_equal_the_file_before_and_after_sharding(world_size, tmp_path):
     write_files(tmp_path)
     run_ranks(loads, world_size, folder=str(tmp_path))
@@ -143,6 +143,18 @@ def test_all_that_does_not_fit_is_said_at_once_and_nothing_is_changed(tmp_path):
     (tmp_path / "broken" / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "parts" / "model-0.safetensors").rename(tmp_path / "broken" / "model-0.safetensors")
     run_ranks(misfits, 2, folder=str(tmp_path))
+
+
+def loads_where_gathered(rank, world_size):
+    for plan in plans(world_size):
+        model = TinyGPT()
+        engine = Engine(model, PLANS[plan], group(world_size))
+        with engine.gathered(), pytest.raises(CheckpointError, match="inside `with strategy.gathered"):
+            load_weights(model, pretrained())
+
+
+def test_loading_inside_gathered_is_refused():
+    run_ranks(loads_where_gathered, 2)
 
 
 def layers():

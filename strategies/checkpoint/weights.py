@@ -266,6 +266,8 @@ def load_weights(
         if strict and report.fault(weights.where):
             faults.insert(0, report.fault(weights.where))
             faults.append("Rename with `rename`, or pass strict=False to load what fits.")
+        if engine is not None and any(unit.pinned for unit in engine.table.units):
+            faults.insert(0, "load_weights inside `with strategy.gathered(...)`: leave the context first.")
         fault = " ".join(faults)
     except CheckpointError as error:
         fault = str(error)
