@@ -93,7 +93,7 @@ SETTINGS = (
 
 
 def check_order(rank, world_size, folder, full):
-    for number, settings in enumerate(SETTINGS):
+    for number, settings in enumerate(SETTINGS if full else SETTINGS[:2]):
         stock = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
         want = trace_of(stock, rank, world_size, f"{folder}/stock{number}", settings)
         assert len(want) > 200, want

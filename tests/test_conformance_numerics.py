@@ -233,7 +233,7 @@ class WarmsUpThenFalls(Scheduled):
 
 def check_resume(rank, world_size, folder):
     loader = batches(batch(0, rank))
-    for strategy in ("ddp", "zero1", "zero3") if world_size > 1 else ("single", "zero3"):
+    for strategy in ("zero1", "zero3") if world_size > 1 else ("single",):
         for kind in (Exponential, Patient, WarmsUpThenFalls):
             path = f"{folder}/{strategy}-{kind.__name__}"
             runs = {}
