@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.random_state import EpochRandomness
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 Agree = Callable[[bool], list[bool]]
 
@@ -56,6 +56,10 @@ class LockstepLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning gives a loader the function that seeds its workers by rank after it was wrapped.
+        super().__setattr__(name, value) if name == "loader" or name[0] == "_" else setattr(self.loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._resume_at = self._resume_at, 0
@@ -124,7 +128,8 @@ class _Rest(BatchSampler):
 
 def _without_first(loader: Any, skip: int) -> Iterator[Any]:
     """Returns an iterator over the batches after the first `skip`, drawn from the same random numbers."""
-    if not skip or type(loader) is not DataLoader or loader.batch_sampler is None:
+    by_index = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    if not skip or not by_index or loader.batch_sampler is None:
         batches = iter(loader)
         for _ in range(skip):
             next(batches, None)

@@ -76,6 +76,7 @@ def check_evaluation(rank, world_size, folder):
 
 
 @pytest.mark.case("C022")
+@pytest.mark.conformance("E8")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_sample_counts_once_and_in_order(world_size, tmp_path):
     run_ranks(check_evaluation, world_size, init=False, folder=str(tmp_path))
@@ -138,6 +139,7 @@ def check_different_names(rank, world_size, folder):
 
 
 @pytest.mark.case("C073")
+@pytest.mark.conformance("E6")
 def test_ranks_that_log_different_names_are_told(tmp_path):
     run_ranks(check_different_names, 2, init=False, folder=str(tmp_path))
 
@@ -155,6 +157,7 @@ def check_weighted_mean(rank, world_size, folder):
 
 
 @pytest.mark.case("C073")
+@pytest.mark.conformance("E5")
 def test_epoch_mean_counts_samples_of_uneven_ranks(tmp_path):
     run_ranks(check_weighted_mean, 2, init=False, folder=str(tmp_path), timeout_s=40)
 

@@ -235,6 +235,8 @@ def check_uneven(rank, world_size, folder):
 
 
 @pytest.mark.case("C019")
+@pytest.mark.conformance("E3")
+@pytest.mark.conformance("E9")
 def test_training_stops_at_the_shortest_rank(tmp_path):
     run_ranks(check_uneven, 2, init=False, folder=str(tmp_path))
 

@@ -6,11 +6,14 @@ C005, C008, C097. Every test also checks, through `conftest.py`, that no tempora
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from command import TORCHRUN, Outcome, run_command, run_together, slurm_variables, torchrun_variables
 from harness import free_port
+from lightning.pytorch import Trainer
+from shardlight.strategies import STRATEGIES
 
 END_S = 30.0  # between a rank's failure and the end of the run
 CONFIG = """
@@ -67,6 +70,7 @@ def check_a_run_works(project: Path, *overrides: str) -> None:
 
 
 @pytest.mark.case("C008")
+@pytest.mark.conformance("C8")
 @pytest.mark.parametrize(
     "strategy,step,how",
     [("zero3", 0, "raise"), ("zero2", 4, "raise"), ("zero1", 2, "exit"), ("ddp", 2, "kill"), ("zero3", 4, "kill")],
@@ -102,6 +106,8 @@ def test_four_ranks_end_when_one_is_killed(project):
 
 
 @pytest.mark.case("C008")
+@pytest.mark.conformance("C8")
+@pytest.mark.conformance("C9")
 @pytest.mark.parametrize("place,how", [("validation_step", "raise"), ("validation_step", "kill"), ("setup", "raise")])
 def test_a_rank_that_fails_outside_training_ends_the_run(project, place, how):
     check_cause(project, fit(project, *fault(place, 0, how)), WORDS[how])
@@ -173,6 +179,7 @@ def test_another_world_size_than_the_configs_is_an_error_with_both_numbers(proje
     assert "started 3" in outcome.output and "= 2" in outcome.output
 
 
+@pytest.mark.conformance("G")
 def test_a_slurm_job_trains(project):
     job = random.randrange(10**6)  # the port follows from it
     places = [slurm_variables(rank, 2, job) for rank in range(2)]
@@ -197,11 +204,57 @@ def test_a_failing_rank_ends_a_run_under_torchrun(project, how):
     assert how != "raise" or "ValueError: boom" in outcome.output
 
 
+@pytest.mark.conformance("G")
 def test_torchrun_trains(project):
     outcome = under_torchrun(project)
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("Run folder") == 1
     assert outcome.left_running == ()
+
+
+SCRIPT = """
+import lightning.pytorch as pl, torch
+from faulty import FaultyData, FaultyModule
+import shardlight.strategies
+
+if __name__ == "__main__":
+    options = dict(max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = pl.Trainer(strategy="zero3", accelerator="cpu", devices=2, **options)
+    trainer.fit(FaultyModule(), FaultyData())
+    print(f"rank {trainer.global_rank} of {trainer.world_size} made {trainer.global_step} steps")
+"""
+
+
+@pytest.mark.conformance("G")
+@pytest.mark.parametrize("launcher", [(), pytest.param((*TORCHRUN, "--nproc-per-node", "2"), marks=pytest.mark.long)])
+def test_a_plain_script_trains_on_the_ranks_its_trainer_asks_for(project, launcher):
+    """Without a launcher Lightning starts the second rank by running the script again."""
+    (project / "script.py").write_text(SCRIPT)
+    (project / "tmp").mkdir()
+    line = [*(launcher or [sys.executable]), "script.py"]
+    outcome = run_command(line, project, {"TMPDIR": str(project / "tmp")}, cold=True, timeout_s=150)
+    assert outcome.code == 0 and outcome.left_running == (), outcome.output
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 made 2 steps" in outcome.output, outcome.output
+
+
+@pytest.mark.conformance("G")
+def test_ranks_are_not_spawned():
+    """Spawned ranks would hand back rank 0's shards as if they were the weights."""
+    for name in ("zero3", "ddp"):
+        with pytest.raises(TypeError, match="start_method"):
+            STRATEGIES[name](start_method="spawn")
+        assert STRATEGIES[name]()._start_method == "popen"
+    with pytest.raises(ValueError, match="zero3_spawn"):
+        Trainer(strategy="zero3_spawn", accelerator="cpu", logger=False, enable_checkpointing=False)
+
+
+@pytest.mark.conformance("G")
+def test_a_typo_ends_the_command_before_anything_is_launched(project):
+    outcome = fit(project, "trainer.max_step=3")
+    assert outcome.code == 2 and outcome.left_running == ()
+    assert "Did you mean" in outcome.output and "max_steps" in outcome.output
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -212,6 +265,7 @@ def test_a_signal_to_the_command_ends_its_workers(project, number):
     assert outcome.left_running == ()
 
 
+@pytest.mark.conformance("C10")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_sigterm_finishes_the_step_saves_and_ends_well(project, devices):
     options = (f"trainer.devices={devices}", "trainer.accumulate_grad_batches=3", "checkpoint.save_top_k=1")
@@ -224,5 +278,6 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(project, devices):
     assert again.code == 0, again.output
 
 
+@pytest.mark.conformance("G")
 def test_a_real_command_line_trains_and_a_killed_rank_ends_it(project):
     check_cause(project, fit(project, *fault("training_step", 2, "kill"), cold=True, timeout_s=90), WORDS["kill"])

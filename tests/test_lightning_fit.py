@@ -82,6 +82,7 @@ def fit(rank, world_size, folder, name, optimizer, accumulate, clip):
 @pytest.mark.conformance("A3")
 @pytest.mark.conformance("A5")
 @pytest.mark.conformance("A6")
+@pytest.mark.conformance("C12")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("accumulate,clip", [(1, None), (2, 0.05)])
 def test_fit_equals_a_plain_loop(world_size, accumulate, clip, tmp_path):

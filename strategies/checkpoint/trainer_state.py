@@ -225,7 +225,11 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
         for parameter in group["params"]:
             name, mine = local.name(parameter), local.of(parameter)
             scalars = stored[0]["states"].get(name)
-            if name is None or mine is None or scalars is None:
+            if name is None or mine is None:
+                continue
+            # A parameter that had no state then has none now: what steps since have left does not stay.
+            optimizer.state.pop(mine, None)
+            if scalars is None:
                 continue
             start, stop = local.span(parameter)
             state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
