@@ -228,7 +228,7 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             if name is None or mine is None:
                 continue
             # A parameter that had no state then has none now: what steps since have left does not stay.
-            optimizer.state.pop(mine, None)
+            optimizer.state.pop(parameter, None)
             if scalars is None:
                 continue
             start, stop = local.span(parameter)
