@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import numpy as np
@@ -148,7 +149,13 @@ def test_what_cannot_be_run_again_is_refused_by_name():
         before = nn.Linear(3, 3)
         before.bias.data.copy_(table)
         before.bias.data.add_(table)
+        array = np.ones(3, np.float32)
+        shared = nn.Linear(3, 3)
+        shared.bias.data.copy_(torch.from_numpy(array))
     table.add_(1)
+    array += 1
+    with pytest.raises(StrategyError, match="'bias' cannot be initialised: a tensor .* was changed"):
+        materialise(shared)
     for module in (changed, before):
         with pytest.raises(
             StrategyError, match=r"'bias' cannot be initialised: a tensor of shape \(3,\) .* was changed"
@@ -169,6 +176,27 @@ def test_a_real_tensor_that_a_constructor_changes_later_counts_as_it_was():
         layer.weight.data[0] = table
     materialise(layer)
     assert layer.bias.tolist() == [1, 1, 1] and layer.weight[0].tolist() == [0, 0, 0]
+
+
+def changed_in_two_contexts(context):
+    torch.manual_seed(2)
+    with context():
+        first = two_layers()
+        with context():
+            first.append(nn.Linear(9, 3))
+        first[2].weight.data.mul_(2)
+    with context():
+        first[0].weight.data.mul_(2)
+        first[1].weight.data.copy_(first[1].weight.data + torch.randn(9, 5))
+    first[0].bias.data.add_(first[1].weight.sum())
+    return first
+
+
+def test_contexts_inside_and_after_each_other_record_each_operation_once():
+    want, got = changed_in_two_contexts(nullcontext), changed_in_two_contexts(deferred_init)
+    materialise(got)
+    for name, tensor in state(want).items():
+        assert torch.equal(state(got)[name], tensor), name
 
 
 def test_a_deferred_module_can_be_copied_and_saved_and_loaded_by_torch(tmp_path):

@@ -1,6 +1,7 @@
 """Runs again what a deferred tensor's values depend on; see [Note: recorded initialisation] in record.py."""
 
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,17 +51,31 @@ class Real:
     tensor: Tensor
     """Its values, also when its `data` is set to something else."""
     version: int | None
+    sample: int | None = None
+    """Checksum of some elements, of memory that others may write without a tensor (numpy arrays have no version)."""
+
+    def __post_init__(self) -> None:
+        storage = self.tensor.untyped_storage() if self.tensor.layout == torch.strided else None
+        if storage is not None and self.tensor.device.type == "cpu" and not storage.resizable():
+            self.sample = _sample(self.tensor)
 
     def keep(self) -> None:
         """Takes a copy, since the tensor is about to be changed."""
         self.source = self.tensor = self.tensor.clone()
-        self.version = self.source._version
+        self.version, self.sample = self.source._version, None
 
     def value(self) -> Tensor:
         """Returns the values. Raises: StrategyError: they were changed since."""
-        if self.version is not None and self.source._version != self.version:
+        written = self.version is not None and self.source._version != self.version
+        if written or (self.sample is not None and _sample(self.tensor) != self.sample):
             raise StrategyError(f"a tensor of shape {tuple(self.tensor.shape)} that it was made from was changed since")
         return self.tensor
+
+
+def _sample(tensor: Tensor, elements: int = 4096) -> int:
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    some = flat[:: max(1, flat.numel() // elements)].contiguous()
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if some.numel() else 0
 
 
 @dataclass(eq=False)

@@ -36,6 +36,7 @@ MEND = (
 )
 
 _depth = 0
+_recorders = 0
 _any = False
 """Whether there may be deferred tensors in this process."""
 
@@ -108,6 +109,21 @@ def _move(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     return args[0] if wanted is not None and _place(args[0], "device").type == name else func(*args, **kwargs)
 
 
+@contextmanager
+def _recording(device: torch.device) -> Iterator[None]:
+    """Records, once: of two recorders inside each other both would note the same operation."""
+    global _recorders
+    _recorders += 1
+    try:
+        if _recorders > 1:
+            yield
+            return
+        with Recorder(device), _Answers():
+            yield
+    finally:
+        _recorders -= 1
+
+
 class DeferredTensor(Tensor):
     """Mixin that is put before a tensor's own class from the end of its context on; see [Note: deferred tensors]."""
 
@@ -122,7 +138,7 @@ class DeferredTensor(Tensor):
             if func.__name__ == "__get__" and needs_no_values(func):
                 return _answer(func, args, kwargs)
             device = next((_place(t, "device") for t in args if isinstance(t, DeferredTensor)), torch.device("cpu"))
-            with Recorder(device), _Answers():
+            with _recording(device):
                 result = func(*args, **kwargs)
         tree_map(lambda x: _mark(x) if isinstance(x, Tensor) else x, result)
         return result
@@ -134,7 +150,7 @@ class DeferredTensor(Tensor):
         deferred, device = type(self), _place(self, "device")
         self.__class__ = deferred._shardlight_own_class
         try:
-            with Recorder(device), _Answers():
+            with _recording(device):
                 result = copy.deepcopy(self, memo)
         finally:
             self.__class__ = deferred
@@ -184,7 +200,7 @@ def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
     _depth += 1
     try:
         # The device's own context too: what is made from values (`torch.tensor([1.0])`) is real, and belongs there.
-        with Recorder(home), _Answers(), home if device is not None else nullcontext():
+        with _recording(home), home if device is not None else nullcontext():
             yield
     except Exception as error:
         error.add_note(f"(The module was being built without memory. If that is the reason: {MEND})")
