@@ -9,6 +9,7 @@ from hf import CAUSAL, FIRST_ODD_WORD, MODELS, batch, build, checkpointed, dtype
 from loops import Outcome, check_equal, optimizer_of
 from shardlight.framework import TrainingModule
 from shardlight.strategies import ZeRO3
+from shardlight.strategies.engine.partition import find_units
 from test_lightning_fit import make_trainer
 from torch.utils.data import DataLoader, Dataset
 
@@ -72,6 +73,35 @@ def plain(model, name, world):
         optimizer.zero_grad()
     out.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return out
+
+
+LAYERS = {
+    "llama": "model.layers",
+    "gpt2": "transformer.h",
+    "qwen3": "model.layers",
+    "bert": "bert.encoder.layer",
+    "mixtral_list": "model.layers",
+    "t5": "encoder.block decoder.block",
+}
+
+
+def check_units(rank, world_size):
+    for name, lists in LAYERS.items():
+        model = build(name)
+        blocks = [f"{path}.{number}" for path in lists.split() for number in range(len(model.get_submodule(path)))]
+        assert [u.name for u in find_units(model) if u.block] == blocks, name
+    for name in ("llama", "qwen3"):
+        model = MODELS[name]()
+        model.resize_token_embeddings(5000, mean_resizing=False)
+        units = {u.name: u for u in find_units(model) if not u.block}
+        tied = name == "qwen3"
+        assert set(units) == {"model.embed_tokens", "rest"} | (set() if tied else {"lm_head"}), name
+        # A weight that two modules share stays gathered between them.
+        assert len(units["model.embed_tokens"].roots) == 1 + tied and units["model.embed_tokens"].keep == tied
+
+
+def test_decoder_layers_are_units_and_so_are_large_embeddings():
+    run_ranks(check_units, 1, init=False)
 
 
 def check_models(rank, world_size, folder, cases):
