@@ -206,6 +206,14 @@ def order_by_step(model, x, step, rank):
     return [model(x, order).square().mean()]
 
 
+def ahead_of_the_other(model, x, step, rank):
+    """One rank samples for longer than the other, which is in backward by then."""
+    with torch.no_grad():
+        for _ in range(4 * (step + rank) % 8):
+            model(x)
+    return [model(x).square().mean()]
+
+
 def order_by_rank(model, x, step, rank):
     return [model(x, (0, 1, 2) if (step + rank) % 2 else (2, 0)).square().mean()]
 
@@ -228,6 +236,7 @@ USES: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
     "gradient penalty on the input": (Blocks, gradient_penalty),
     "gradient penalty on the weights": (Blocks, weight_penalty),
     "weights outside their module's forward": (Blocks, other_ways),
+    "a rank far ahead of the other": (Blocks, ahead_of_the_other),
     "order differs by rank": (Blocks, order_by_rank),
     "parametrized weights": (Parametrized, square),
     "a recomputed function": (Blocks, recomputed_function),

@@ -117,6 +117,9 @@ class Gradients:
             loss_scale: what the loss is multiplied by on its way through backward; the first one of a window counts.
         Raises: GradientError: see Window.
         """
+        if self.window.closed and self.table.reduce == "micro_batch":
+            # A rank that is ahead would add to gradients that one still in forward has not put away.
+            self._agreement.meet("start of an accumulation window")
         if self.window.stepped:
             self.open_window()
         elif self.window.closed:
