@@ -74,6 +74,7 @@ def counts(rank, world_size):
             with engine.forward():
                 loss = engine.model(**batch("llama", 0, rank)).loss
             log.clear()
+            most[0] = 0
             before = engine.collectives.calls.copy()
             engine.backward(loss)
             reductions = (engine.collectives.calls - before)["reduce_scatter"]
@@ -131,7 +132,7 @@ def life_of(rank, world_size, folder, strategy):
     with second.strategy.gathered(), torch.no_grad():
         logits = model(**probe).logits
         if rank == 0:
-            model.save_pretrained(here / "adapters")
+            model.save_pretrained(here / "adapters", save_embedding_layers=False)
             with old_names():
                 again = peft.PeftModel.from_pretrained(llama().double(), here / "adapters")
             for n, p in again.named_parameters():

@@ -51,10 +51,11 @@ class Weights:
             unit.saving.append(saving)
             if _in_backward():
                 unit.recomputed = True
-                return
-            unit.refresh()  # toggle_optimizer may have come since the step began
+            else:
+                unit.refresh()  # toggle_optimizer may have come since the step began
             if unit.frozen and torch.is_grad_enabled():
                 # The last gradient of its own does not tell when a unit with frozen weights is over: its inputs' does.
+                # In backward too: a reentrant recomputation has inputs of its own.
                 for tensor in _tensors([args, kwargs]):
                     if tensor.requires_grad:
                         tensor.register_hook(unit.input_arrived)
