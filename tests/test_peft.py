@@ -1,11 +1,13 @@
 """LoRA by peft on a transformers model: adapters train as in one process, and nothing is done for frozen weights."""
 
+import re
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
-from hf import batch, checkpointed, llama, old_names, tolerance_of
+from hf import batch, checkpointed, llama, old_names, tolerance_of, transformers
 from loops import check_equal, group
 from shardlight.strategies import ZeRO3
 from shardlight.strategies.checkpoint.directory import CheckpointReader
@@ -151,3 +153,29 @@ def test_a_checkpoint_holds_base_and_adapters_and_adapters_save_and_merge(tmp_pa
     held = run_ranks(lives, 2, init=False, timeout_s=240, folder=str(tmp_path), strategies=["zero3", "zero2"])
     moments = 2 * sum(p.numel() for p in adapted().parameters() if p.requires_grad)
     assert [sum(ranks) for ranks in zip(*held, strict=True)] == [moments, moments]
+
+
+def readme_example(rank, world_size, folder):
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "get_peft_model" in b]
+    names = {"pl": pl, "torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    names |= {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
+    exec(block, names)
+    with old_names():
+        module = names["Chat"](folder)
+    start = {n: p.detach().clone() for n, p in module.named_parameters()}
+    trainer = make_trainer("zero3", world_size, folder, precision="32-true", max_steps=2)
+    loader = DataLoader(Steps("llama", rank), batch_size=None)
+    trainer.fit(module, loader, loader)
+    with trainer.strategy.gathered():
+        moved = {n for n, p in module.named_parameters() if not torch.equal(p, start[n])}
+        if rank == 0:
+            module.model.save_pretrained(Path(folder) / "adapters", save_embedding_layers=False)
+    assert moved and all("lora" in n for n in moved)
+
+
+def test_the_example_of_the_readme(tmp_path):
+    with old_names():
+        llama().save_pretrained(tmp_path)
+    run_ranks(readme_example, 2, init=False, timeout_s=120, folder=str(tmp_path))
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
