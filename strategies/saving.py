@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.directory import CheckpointReader
@@ -83,6 +84,7 @@ class Saving(RankCalls):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Reads this rank's part of each optimizer's state, and takes up its random state."""
         assert self._reader is not None
+        self._restore_finetuning_groups()
         for index, optimizer in enumerate(self.optimizers):
             trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
         saved_by = int(self._reader.content["world_size"])
@@ -93,6 +95,15 @@ class Saving(RankCalls):
             )
             return
         self._randomness.resume(trainer_state.load_rank(self._reader, self.global_rank))
+
+    def _restore_finetuning_groups(self) -> None:
+        # These callbacks make the groups again that they had added, in on_fit_start: which has been called when weights
+        # are read after sharding, before the callbacks had their state.
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning) and callback._restarting:
+                callback.on_fit_start(trainer, self.lightning_module)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint folder (rank 0)."""

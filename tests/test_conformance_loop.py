@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from conformance import Base, Cases, Scheduled, check_cases
+from conformance import Base, Cases, Scheduled, batch, check_cases
 from harness import run_ranks
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, GradientAccumulationScheduler
+from test_cases_training import batches
+from test_lightning_fit import make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
@@ -229,3 +231,32 @@ def test_the_loop_is_that_of_stock_lightning_in_one_process(world_size, tmp_path
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_loop_under_every_strategy(world_size, tmp_path):
     run_ranks(check, world_size, init=False, folder=str(tmp_path), full=True, timeout_s=900)
+
+
+def resumed(strategy, world_size, loader, folder, path):
+    """Trains to the end of the third epoch, saves, and goes on in another Trainer; returns its module and Trainer."""
+    for epochs, start in ((3, None), (5, path)):
+        module = Unfreezing()
+        settings = {**module.settings, "max_epochs": epochs}
+        trainer = make_trainer(strategy, world_size, folder, **settings)
+        trainer.fit(module, loader, loader, ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(path)
+    return module, trainer
+
+
+def check_resume(rank, world_size, folder):
+    joined = batches(*[torch.cat([batch(n, r) for r in range(world_size)]) for n in range(3)])
+    want, _ = resumed("auto", 1, joined, folder, f"{folder}/stock{rank}.ckpt")
+    mine = batches(*[batch(n, rank) for n in range(3)])
+    for strategy in ("ddp", "zero3"):
+        got, trainer = resumed(strategy, world_size, mine, folder, f"{folder}/{strategy}")
+        assert len(trainer.optimizers[0].param_groups) == 3, strategy
+        with trainer.strategy.gathered():
+            for p, q in zip(got.parameters(), want.parameters(), strict=True):
+                torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.conformance("B3")
+def test_groups_that_a_finetuning_callback_added_are_there_after_a_resume(tmp_path):
+    run_ranks(check_resume, 2, init=False, folder=str(tmp_path))
