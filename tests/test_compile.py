@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import shutil
 import warnings
 from functools import partial
 
@@ -136,7 +137,9 @@ def check_users(rank, world_size, cases):
         counting = Counting(losses)
         got = sharded(partial(UserCompiles, make, way, backend), counting, plan, rank, world_size, 3, batch)
         check_equal(got, want, f"{way} {backend} {plan} on {world_size} ranks")  # under the same names, too
-        assert 0 < counting.graphs[1] == counting.graphs[2], f"{way} {backend} {plan}: {counting.graphs}"
+        # torch 2.11 compiles nothing of PyTorch's own containers between two gathers.
+        some = losses is not tokens or counting.graphs[1] > 0
+        assert some and counting.graphs[1] == counting.graphs[2], f"{way} {backend} {plan}: {counting.graphs}"
 
 
 GPT_CASE = (partial(GPT, None), tokens, gpt_batch)
@@ -335,3 +338,20 @@ def test_what_cannot_be_compiled_is_refused_before_the_first_step():
     run_ranks(refusals, 1)
     with pytest.raises(StrategyError, match="compile='all' is not an option of zero3: use 'no' or 'blocks'"):
         STRATEGIES["zero3"](compile="all")
+
+
+@pytest.mark.long
+@pytest.mark.conformance("A12")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU, and there is no g++")
+def test_blocks_compiled_by_inductor_give_the_plain_numbers(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    run_ranks(check_inductor, 2, timeout_s=600)
+
+
+def check_inductor(rank, world_size):
+    warnings.simplefilter("default")  # inductor's own files warn as they are imported
+    make = partial(GPT, None)
+    want = plain(make, tokens, world_size, batch=gpt_batch)
+    transforms = BlockTransforms(compile="blocks", recompute="blocks")
+    got = sharded(make, tokens, "zero3", rank, world_size, batch=gpt_batch, transforms=transforms)
+    check_equal(got, want, "zero3 by inductor")
