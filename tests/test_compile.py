@@ -152,9 +152,8 @@ TIED_CASE = (*USES["unused, tied, non-contiguous, frozen"], rows)
 def test_a_model_that_the_user_compiled_gives_the_plain_numbers(world_size):
     cases = [(GPT_CASE, "eager", "whole", "zero3"), (TIED_CASE, "aot_eager", "in place", "zero3")]
     if world_size == 2:
-        cases = [(GPT_CASE, "eager", "each block", "zero3"), (GPT_CASE, "aot_eager", "whole", "ddp")]
-        cases += [(TIED_CASE, "aot_eager", "whole", "zero3"), (GPT_CASE, "eager", "each block in place", "zero3")]
-        cases += [(GPT_CASE, "eager", "in place", "zero1"), (GPT_CASE, "eager", "whole", "zero2")]
+        cases = [(GPT_CASE, "eager", "each block", "zero3"), (TIED_CASE, "aot_eager", "whole", "zero3")]
+        cases += [(GPT_CASE, "eager", "in place", "zero1")]
     run_ranks(check_users, world_size, cases=cases, timeout_s=300)
 
 
@@ -253,7 +252,7 @@ def test_like_blocks_share_a_compilation_and_numbered_ones_are_all_compiled():
 
 def live_bytes(rank, world_size, recompute):
     start()
-    model = build(partial(TinyGPT, layers=4))
+    model = build(partial(TinyGPT, layers=2))
     engine = Engine(model, PLANS["zero3"], group(world_size), transforms=compiled(recompute=recompute))
     optimizer = optimizer_of(model)
     engine.take_optimizer(optimizer)

@@ -7,7 +7,7 @@ from harness import run_ranks
 from models import TinyGPT, token_loss
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.engine.plan import FP32, MASTERED, PLANS
+from shardlight.strategies.engine.plan import MASTERED, PLANS
 
 VOCABULARY, WIDTH, SEQUENCE, LAYERS = 6144, 512, 128, 6
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -80,15 +80,16 @@ def measure_16_bit(rank, world_size):
     for precision, policy in (("bf16-mixed", MIXED), ("bf16-true", HALF)):
         for name in STRATEGIES:
             plan = PLANS[name]
+            if policy is MIXED and not plan.shard_optimizer:
+                continue  # fp32, as without autocast
             engine, optimizer, sent = run(rank, world_size, plan, 1, dtypes=policy)
             numel = sum(p.numel() for p in engine.table.parameters)
-            widths = FP32 if policy is MIXED and not plan.shard_optimizer else MASTERED
             unit = max(sum(4 * b.layout.numel for b in u.buffers) for u in engine.table.units)
             fp32 = sum(b.layout.used for b in engine.buffers if b.dtype == torch.float32)
             elements = plan.wire_elements(numel, world_size, 1, plan.reduce)
             out[f"{name} {precision}"] = (
                 engine.state_bytes([optimizer]),
-                plan.state_bytes(numel, world_size, widths),
+                plan.state_bytes(numel, world_size, MASTERED),
                 unit,
                 sent / (2 * elements * (1 + fp32 / numel)),
             )

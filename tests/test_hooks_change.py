@@ -124,7 +124,7 @@ def check(rank, world_size, folder, hook, clip):
 
 
 @pytest.mark.conformance("B2")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("hook,clip", [("on_after_backward", None), ("on_before_optimizer_step", 0.2)])
 def test_changed_gradients_are_the_ones_that_are_used(world_size, hook, clip, tmp_path):
     run_ranks(check, world_size, init=False, folder=str(tmp_path), hook=hook, clip=clip, timeout_s=120)

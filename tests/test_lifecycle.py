@@ -204,6 +204,7 @@ def test_a_failing_rank_ends_a_run_under_torchrun(project, how):
     assert how != "raise" or "ValueError: boom" in outcome.output
 
 
+@pytest.mark.long
 @pytest.mark.conformance("G")
 def test_torchrun_trains(project):
     outcome = under_torchrun(project)
