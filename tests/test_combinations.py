@@ -94,7 +94,9 @@ def combine(rank, world_size, folder, rows):
         name = row.pop("strategy")
         if name == "ddp":
             row["shard_group"] = None
-        key = row["precision"], row["accumulate"], row["clip"], row["reduce"]
+        # In shard groups of one, ranks add micro-batches up before they add to each other, as `window` does.
+        order = "window" if row["shard_group"] == 1 else row["reduce"]
+        key = row["precision"], row["accumulate"], row["clip"], order
         if key not in wants:
             wants[key] = run(rank, world_size, folder, "ddp", *key[:3], reduce=key[3])
         got = run(rank, world_size, folder, name, **row)

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from shardlight.ops.sums import CHUNK
 from shardlight.strategies.engine.collectives import Ranks
+from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
 from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import Reduce, StatePlan
-from shardlight.strategies.engine.released import Owner, mark_gathered, mark_released
+from shardlight.strategies.engine.released import Owner, mark, mark_released
 from torch import Tensor, nn
 
 
@@ -35,6 +36,8 @@ class BufferDtypes:
     compute: torch.dtype | None = None
     mixed: bool = False
     reduce: torch.dtype | None = None
+    guarded: bool = True
+    """Under mixed precision: whether uses that autocast would not cast get the master weights, see [Note: copies]."""
 
 
 class FlatBuffer:
@@ -68,7 +71,9 @@ class FlatBuffer:
         self.mastered: bool = self.home_dtype != self.dtype
         """Whether the authoritative weights have another dtype than the parameters."""
         self.reduce_dtype = dtypes.reduce
-        self._shows_home = self.mastered and dtypes.mixed
+        self.shows_home = self.mastered and dtypes.mixed
+        self._kind = CopiedParameter if self.shows_home and dtypes.guarded else None
+        """What its parameters are while they are gathered, beside what they are anyway."""
         self.device: torch.device = home_of(self.params[0])
         self.pieces: dict[int, Piece] = {p.slot: p for p in self.layout.pieces(collectives.rank)}
         self.gathered = True
@@ -108,6 +113,9 @@ class FlatBuffer:
             if self.mastered:
                 # What is shown as `p.grad` is the fp32 gradient.
                 parameter.grad_dtype = None
+            if self._kind is not None:
+                parameter._shardlight_dtype = self.home_dtype
+                mark(parameter, self._kind)
         self.ranks.world.broadcast(start, f"start weights of {self.name}")
         if self.mastered:
             self.full.copy_(start)
@@ -115,6 +123,11 @@ class FlatBuffer:
         return start[self._own].clone() if self.plan.shard_parameters else start[self._span]
 
     # --- parameters
+
+    @property
+    def guarded(self) -> bool:
+        """Whether its parameters are copies that know it; see [Note: copies]."""
+        return self._kind is not None
 
     def gather(self) -> None:
         """Fills `full` from the shards of all ranks and makes every parameter a view of it. Collective."""
@@ -132,25 +145,27 @@ class FlatBuffer:
             self.collectives.all_gather(self.full, mine, caller)
 
     def _attach(self, views: list[Tensor]) -> None:
+        kind = self._kind if views is self.views else None
         for parameter, view in zip(self.params, views, strict=True):
-            if not self.gathered:
-                mark_gathered(parameter)
+            if not self.gathered or self._kind is not None:
+                mark(parameter, None)
             parameter.data = view
+            if kind is not None:
+                mark(parameter, kind)
         self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = [p._version for p in self.params]
 
-    def _copy_of_shard(self) -> Tensor:
-        return self.shard.to(self.dtype)
-
     def changed(self) -> list[str]:
         """Returns the names of parameters that were written in place, or given other data, since they were gathered."""
-        if not self.gathered or self.wide is not None:
+        if not self.gathered:
             return []
-        held = zip(self.layout.slots, self.params, self.views, self._versions, strict=True)
-        found = [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
-        mine, kept = self.full[self._own], self._copy_of_shard()
+        full, views = (self.full, self.views) if self.wide is None else (self.wide, self._wide_views())
+        held = zip(self.layout.slots, self.params, views, self._versions, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
+        mine, kept = full[self._own], self.shard.to(full.dtype)
         if found or _same_bits(mine, kept):
             return found
         # Written by `p.data`, which has no version: it shows in this rank's part alone.
@@ -165,6 +180,8 @@ class FlatBuffer:
         if not self.gathered:
             return
         for parameter, nan in zip(self.params, self.nans, strict=True):
+            if self._kind is not None:
+                mark(parameter, None)
             parameter.data = nan
             mark_released(parameter)
         self.full.untyped_storage().resize_(0)
@@ -177,14 +194,23 @@ class FlatBuffer:
         Args:
             gathered: every rank has `full`; equal on all ranks.
         """
-        if not self._shows_home:
-            if not gathered:
-                self.gather()
-        elif self.wide is None:
-            self.wide = torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
-            self.collectives.all_gather(self.wide, self.shard, f"gather {self.name}")
-            self._attach([self.slice(i, self.wide) for i in range(len(self.params))])
+        if self.shows_home:
+            self.gather_home(True)
+        elif not gathered:
+            self.gather()
+
+    def gather_home(self, own: bool) -> None:
+        """Gathers the authoritative weights in full precision; shows them if they are for this rank. Collective."""
+        wide = torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
+        self.collectives.all_gather(wide, self.shard, f"gather {self.name}")
+        if own and self.wide is None:
+            self.wide = wide
+            self._attach(self._wide_views())
             self.gathered = True
+
+    def _wide_views(self) -> list[Tensor]:
+        assert self.wide is not None
+        return [self.slice(i, self.wide) for i in range(len(self.params))]
 
     def publish(self) -> None:
         """After a step: every rank's updated shard becomes everyone's parameters. Collective."""
@@ -197,14 +223,18 @@ class FlatBuffer:
             self.collectives.all_gather(self.home, self.shard, f"publish {self.name}")
         self.publish()
 
-    def write_back(self) -> None:
-        """Takes changes made to the gathered parameters into this rank's authoritative weights."""
+    def write_back(self, narrow: bool = True) -> None:
+        """Takes changes made to the gathered parameters into this rank's authoritative weights.
+
+        Args:
+            narrow: parameters that show the authoritative weights hold copies again, where these are there.
+        """
         if not self.gathered:
             return
         if self.wide is not None:
-            self._adopt([self.slice(i, self.wide) for i in range(len(self.params))])
+            self._adopt(self._wide_views())
             self.home.copy_(self.wide[self._span])
-            if self.full.untyped_storage().nbytes():
+            if narrow and self.full.untyped_storage().nbytes():
                 self.full.copy_(self.wide)
                 self._attach(self.views)
                 self.wide = None
@@ -220,10 +250,11 @@ class FlatBuffer:
         self._note_versions()
 
     def _adopt(self, views: list[Tensor]) -> None:
-        for parameter, view in zip(self.params, views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.data)
-                parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.params, views, strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.data)
+                    parameter.data = view
 
     def references(self) -> int:
         """Returns how many tensors share the storage of `full`; see [Note: outside views]."""

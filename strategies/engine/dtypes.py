@@ -36,12 +36,14 @@ class DtypePolicy:
         compute: dtype of the 16-bit copies; None: every parameter is computed with as it is.
         mixed: only weights that autocast casts have such a copy, and outside of steps `gathered` shows fp32.
         reduce: dtype in which gradients are sent between ranks; None: the one they come in. Sums are fp32.
+        guarded: see BufferDtypes.
         keep_fp32: parts of parameter names (split at dots) that stay fp32 under mixed precision.
     """
 
     compute: torch.dtype | None = None
     mixed: bool = False
     reduce: torch.dtype | None = None
+    guarded: bool = True
     keep_fp32: tuple[str, ...] = ()
 
     def compute_dtypes(self, model: nn.Module) -> dict[nn.Parameter, torch.dtype]:

@@ -27,17 +27,17 @@ from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
-from shardlight.strategies.engine.gradients import Gradients
+from shardlight.strategies.engine.gradients import REDUCE_SUMS, Gradients
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.raw_step import RawStep
-from shardlight.strategies.engine.released import ReleasedParameter, mark_gathered
+from shardlight.strategies.engine.released import mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
-from shardlight.strategies.engine.transforms.compile import unwrap_compiled
+from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
 from shardlight.strategies.engine.units import UnitTable
-from shardlight.strategies.engine.weights import GATHER, Weights
+from shardlight.strategies.engine.weights import GATHER, GATHER_HOME, NEEDS, Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
@@ -69,6 +69,9 @@ class Engine:
         transforms: BlockTransforms | None = None,
         dtypes: DtypePolicy = AS_THEY_ARE,
     ) -> None:
+        if (transforms is not None and transforms.compile != "no") or is_compiled(model):
+            # torch.compile does not look through classes of parameters.
+            dtypes = replace(dtypes, guarded=False)
         self._wrap_compiled = unwrap_compiled(model)
         self.model = model
         self.plan = plan
@@ -144,17 +147,23 @@ class Engine:
         """See Weights.equal."""
         return self.weights.equal(first, second)
 
+    def on_copy_use(self, parameter: nn.Parameter) -> None:
+        """See Weights.on_copy_use."""
+        self.weights.on_copy_use(parameter)
+
     def _serve(self, code: int, own: bool) -> None:
-        unit = self.table.units[code // 2]
+        unit, kind = self.table.units[code // NEEDS], code % NEEDS
         with torch.no_grad():
-            if code % 2 == GATHER:
+            if kind == GATHER_HOME:
+                unit.gather_home(own)
+            elif kind == GATHER:
                 had = unit.gathered
                 unit.gather()
                 if not own and not had:
                     # For others: a rank that waits for them must not end up with the whole model.
                     unit.release()
             else:
-                self.gradients.reduce(unit)
+                self.gradients.reduce(unit, kind == REDUCE_SUMS)
 
     # --- the step
 
@@ -312,6 +321,8 @@ class Engine:
         if parameter not in self.table.place:
             return None
         _, buffer, slot = self.table.place[parameter]
+        if buffer.wide is not None and not self.plan.shard_parameters:
+            buffer.write_back(narrow=False)  # what a hook wrote to the weights it used
         piece = buffer.pieces.get(slot)
         part = buffer.piece_of_shard(slot, buffer.shard)
         return (0, buffer.shard[:0]) if piece is None or part is None else (piece.start, part)
@@ -329,8 +340,8 @@ class Engine:
         """Takes changes that were made to replicated parameters (in place, or of their `data`) into what is updated."""
         if not self.plan.shard_parameters:
             with torch.no_grad():
-                for buffer in self.buffers:
-                    buffer.write_back()
+                for unit in self.table.units:
+                    unit.write_back(narrow=not unit.pinned)
 
     def weights_changed(self) -> None:
         """Makes shards that were written from outside everyone's weights. Collective."""
@@ -348,11 +359,11 @@ class Engine:
         for handle in (*self.weights.handles, *self.gradients.handles, *self._optimizer_hooks):
             handle.remove()
         for parameter, data in zip(self.table.parameters, whole, strict=True):
-            if isinstance(parameter, ReleasedParameter):
-                mark_gathered(parameter)
+            mark_gathered(parameter)
             parameter.data = data
             parameter.grad_dtype = data.dtype
             del parameter._shardlight_owner
+            vars(parameter).pop("_shardlight_dtype", None)
 
     # --- accounting
 

@@ -12,13 +12,13 @@ from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient, stand_in
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.engine.units import UnitTable
-from shardlight.strategies.engine.weights import Weights
+from shardlight.strategies.engine.weights import NEEDS, Weights
 from shardlight.strategies.engine.window import RAW, Window
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 
-REDUCE = 1
-"""Code of the need to reduce unit i: 2 * i + REDUCE."""
+REDUCE, REDUCE_SUMS = 1, 3
+"""Kinds of needs, see weights.py: to reduce a unit, in the dtype of single contributions or in that of their sums."""
 
 
 class Gradients:
@@ -80,19 +80,27 @@ class Gradients:
         if len(unit.fired) >= unit.expected:
             unit.fired.clear()
             if self.table.reduce == "micro_batch":
-                self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
+                self._need_reduction(unit)
             if self.table.plan.shard_parameters and unit.may_release():
                 unit.release()
 
-    def reduce(self, unit: Unit) -> None:
-        """Reduces a unit's local gradients. Collective."""
+    def _need_reduction(self, unit: Unit) -> None:
+        kind = REDUCE_SUMS if any(b.holds_a_sum() for b in unit.buffers) else REDUCE
+        self._agreement.need(NEEDS * unit.index + kind, f"reduce {unit.name}")
+
+    def reduce(self, unit: Unit, sums: bool) -> None:
+        """Reduces a unit's local gradients. Collective.
+
+        Args:
+            sums: in the dtype of sums; equal on all ranks.
+        """
         # Ranks for which the unit is not complete take part with zeros: sums are linear, theirs follow.
-        complete = not unit.fired
+        complete = not unit.fired and (sums or not any(b.holds_a_sum() for b in unit.buffers))
         for buffer in unit.buffers:
             if buffer.trainable():
                 if complete:
                     self._count(buffer)
-                buffer.reduce(complete)
+                buffer.reduce(complete, sums)
 
     def _count(self, buffer: FlatBuffer) -> None:
         for slot in buffer.touched:
@@ -154,7 +162,7 @@ class Gradients:
             unit.awaiting = 0
         for unit in reversed(self.table.units):
             if self.table.reduce == "micro_batch" and any(b.touched for b in unit.buffers):
-                self._agreement.need(2 * unit.index + REDUCE, f"reduce {unit.name}")
+                self._need_reduction(unit)
         if self.table.reduce == "micro_batch" or self.table.plan.shard_parameters:
             self._agreement.meet("end of backward")
 

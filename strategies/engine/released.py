@@ -93,6 +93,9 @@ class Owner(Protocol):
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Returns with the parameter gathered; raises StrategyError when that is not possible now."""
 
+    def on_copy_use(self, parameter: nn.Parameter) -> None:
+        """Returns with the parameter in full precision."""
+
     def equal(self, first: Tensor, second: Tensor) -> bool:
         """Compares two tensors; on all ranks."""
 
@@ -107,8 +110,7 @@ class ReleasedParameter(nn.Parameter):
         """Answers what needs no values, and gathers the unit before everything else."""
         kwargs = kwargs or {}
         if needs_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return answer(func, args, kwargs)
         name = (
             getattr(getattr(func, "__self__", None), "__name__", None)
             if func.__name__ in ("__get__", "__set__")
@@ -127,22 +129,46 @@ class ReleasedParameter(nn.Parameter):
             )
 
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, type], type] = {}
+
+
+def mark(parameter: nn.Parameter, kind: type[nn.Parameter] | None) -> None:
+    """Puts `kind` before the own class of `parameter`, instead of what is there; None: gives it its own class."""
+    own = getattr(type(parameter), "_shardlight_own_class", type(parameter))
+    if kind is None:
+        parameter.__class__ = own
+        return
+    marked = _classes.get((kind, own))
+    if marked is None:
+        bases = (kind,) if own is nn.Parameter else (kind, own)
+        name = f"{kind.__name__.removesuffix('Parameter')}{own.__name__}"
+        marked = _classes[kind, own] = type(name, bases, {"_shardlight_own_class": own})
+    parameter.__class__ = marked
 
 
 def mark_released(parameter: nn.Parameter) -> None:
     """Gives `parameter` the released class of its own class."""
-    own = type(parameter)
-    released = _classes.get(own)
-    if released is None:
-        bases = (ReleasedParameter,) if own is nn.Parameter else (ReleasedParameter, own)
-        released = _classes[own] = type(f"Released{own.__name__}", bases, {"_shardlight_own_class": own})
-    parameter.__class__ = released
+    mark(parameter, ReleasedParameter)
 
 
 def mark_gathered(parameter: nn.Parameter) -> None:
-    """Gives a released parameter its own class back."""
-    parameter.__class__ = type(parameter)._shardlight_own_class
+    """Gives a parameter its own class back."""
+    mark(parameter, None)
+
+
+_FACTORIES = frozenset(n for n in _METHODS if n.endswith("_like") or n.startswith("new_"))
+
+
+def answer(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Runs what needs no values; the dtype of a 16-bit copy is that of its master weights."""
+    master = getattr(args[0], "_shardlight_dtype", None) if args else None
+    with torch._C.DisableTorchFunctionSubclass():
+        if master is not None:
+            if func.__name__ == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "dtype":
+                return master
+            if func.__name__ in _FACTORIES:
+                kwargs = {"dtype": master, **kwargs}
+        return func(*args, **kwargs)
 
 
 def needs_no_values(func: Callable) -> bool:
@@ -155,11 +181,16 @@ def needs_no_values(func: Callable) -> bool:
 
 
 def _released(args: Any, kwargs: dict) -> list[ReleasedParameter]:
-    found: list[ReleasedParameter] = []
+    return marked_in(args, kwargs, ReleasedParameter)
+
+
+def marked_in(args: Any, kwargs: dict, kind: type) -> list[Any]:
+    """Returns the parameters of a kind among the arguments of an operation."""
+    found: list[Any] = []
     stack: list[Any] = [*args, *kwargs.values()]
     while stack:
         item = stack.pop()
-        if isinstance(item, ReleasedParameter):
+        if isinstance(item, kind):
             found.append(item)
         elif isinstance(item, list | tuple) and not isinstance(item, Tensor):
             stack.extend(item)

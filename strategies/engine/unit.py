@@ -123,10 +123,16 @@ class Unit:
         for buffer in self.buffers:
             buffer.show_home(gathered)
 
-    def write_back(self) -> None:
+    def write_back(self, narrow: bool = True) -> None:
         """See FlatBuffer.write_back."""
         for buffer in self.buffers:
-            buffer.write_back()
+            buffer.write_back(narrow)
+
+    def gather_home(self, own: bool) -> None:
+        """Collective; see FlatBuffer.gather_home."""
+        for buffer in self.buffers:
+            if buffer.shows_home:
+                buffer.gather_home(own)
 
     def has_outside_views(self, patience_s: float) -> bool:
         """Whether someone else holds a view of the weights; see [Note: outside views].

@@ -49,7 +49,9 @@ class UnitTable:
             kinds.setdefault(kind, []).append((name, parameter))
         buffers = []
         for (_, compute, _), params in kinds.items():
-            dtypes = BufferDtypes(compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce)
+            dtypes = BufferDtypes(
+                compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce, guarded=self._dtypes.guarded
+            )
             buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.ranks, owner, dtypes))
         unit = Unit(index, spec.name, spec.keep, buffers)
         if self.plan.shard_parameters:

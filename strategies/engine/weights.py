@@ -13,8 +13,9 @@ from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 
-GATHER = 0
-"""Code of the need to gather unit i: 2 * i + GATHER."""
+GATHER, GATHER_HOME = 0, 2
+"""Codes of needs are NEEDS * i + KIND for unit i; those of reductions are in gradients.py."""
+NEEDS = 4
 
 
 _WHY_NOT_COMPILED = (
@@ -33,6 +34,9 @@ class Weights:
         self.running = 0
         """How many `forward` contexts are open; weights can be gathered on use while > 0."""
         self.handles: list[Any] = []
+        self._guards = any(b.guarded for u in table.units for b in u.buffers)
+        self._wide: set[Unit] = set()
+        """Units whose parameters show their authoritative weights because someone used them."""
         self._unit_of_storage: dict[int, Unit] = {
             b.full.untyped_storage()._cdata: u for u in table.units for b in u.buffers
         }
@@ -95,6 +99,20 @@ class Weights:
             unit.careful = True
         self.gather(unit)
 
+    def on_copy_use(self, parameter: nn.Parameter) -> None:
+        """Called when more than the 16-bit copy of a parameter's weights is wanted; see [Note: copies]."""
+        unit, _, _ = self.table.place[parameter]
+        self._agreement.need(NEEDS * unit.index + GATHER_HOME, f"weights of {unit.name}")
+        self._wide.add(unit)
+
+    def end_copy_uses(self) -> None:
+        """Where parameters are replicated: they hold copies again, and what was written to them is kept."""
+        with torch.no_grad():
+            for unit in [u for u in self._wide if not u.pinned]:
+                self._wide.discard(unit)
+                if not self.table.plan.shard_parameters:
+                    unit.write_back()
+
     def equal(self, first: Tensor, second: Tensor) -> bool:
         """Whether two tensors, of which at least one is a released parameter, have the same shape and values.
 
@@ -120,9 +138,13 @@ class Weights:
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
-            self._agreement.need(2 * unit.index + GATHER, f"gather {unit.name}")
+            self._agreement.need(NEEDS * unit.index + GATHER, f"gather {unit.name}")
 
     def _pack(self, tensor: Tensor) -> Any:
+        if self._guards and isinstance(tensor, nn.Parameter):
+            # The parameter itself may hold its master weights by the time of backward, and these a copy.
+            with torch._C.DisableTorchFunctionSubclass():
+                tensor = tensor.detach()
         if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
             unit = (
                 self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
@@ -171,7 +193,7 @@ class Weights:
         it would be a NaN. So a unit's forward puts a pair inside that keeps weights, and hands on everything else.
         """
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is None or not self.table.plan.shard_parameters or self._ours_on_top():
+        if top is None or not (self.table.plan.shard_parameters or self._guards) or self._ours_on_top():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(
             _PackBoth(self._pack, top[0]), _unpack_both(self._unpack, top[1])
@@ -180,9 +202,10 @@ class Weights:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around every use of the model: weights are gathered as they are used, and released at the end."""
-        save = self.table.plan.shard_parameters and torch.is_grad_enabled()
+        save = (self.table.plan.shard_parameters or self._guards) and torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
         if not self.running:
+            self.end_copy_uses()
             self.table.refresh()
         self.running += 1
         failed = True

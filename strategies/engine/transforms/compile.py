@@ -49,6 +49,13 @@ def compile_blocks(
     return undo
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the user compiled the model or a part of it, by torch.compile or `Module.compile`."""
+    return getattr(model, "_compiler_ctx", None) is not None or any(
+        isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()
+    )
+
+
 def unwrap_compiled(model: nn.Module) -> Callable[[], None]:
     """Puts each module that the user wrapped by torch.compile in the wrapper's place, with a compiled forward.
 
