@@ -84,6 +84,8 @@ def without_effect(options: EngineOptions, precision: str) -> dict[str, str]:
                 f"{field.name} is for trainer.precision {' or '.join(precisions)}, which is {precision} here. "
                 "Leave it out, or change the precision."
             )
+    if options.compile == "no" and options.compile_backend != "inductor":
+        found["compile_backend"] = "compile_backend is for compile: blocks. Leave it out, or set compile."
     return found
 
 

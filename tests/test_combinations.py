@@ -68,9 +68,11 @@ def quiet():
 def run(rank, world_size, folder, name, precision, accumulate, clip=None, **options):
     fp16 = precision == "16-mixed"
     ema = ShardedEMA(decay=0.5)
+    if options.get("compile") == "blocks":
+        options["compile_backend"] = "aot_eager"
     chosen = {"precision": None, "plugins": MixedFP16()} if fp16 else {"precision": precision}
     trainer = make_trainer(
-        STRATEGIES[name](**options, compile_backend="aot_eager", **({"loss_scale": 256.0} if fp16 else {})),
+        STRATEGIES[name](**options, **({"loss_scale": 256.0} if fp16 else {})),
         world_size,
         folder,
         callbacks=ema,

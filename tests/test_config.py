@@ -221,6 +221,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy={name: zero2, timeout_s: -1}", "strategy: timeout_s=-1.0 must be above 0 seconds."),
         ("trainer.precision=fp16-mixed", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 'fp16-mixed' (text). Did you mean 'bf16-mixed'?"),
         ("strategy={name: zero2, loss_scale: 8.0}", "strategy.loss_scale is for trainer.precision 16-mixed, which is 32-true here. Leave it out, or change the precision."),
+        ("strategy={name: zero2, compile_backend: eager}", "strategy.compile_backend is for compile: blocks. Leave it out, or set compile."),
         ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number)."),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0."),
         ("checkpoint.save_top_k=3", "checkpoint.save_top_k is 3; without monitor it must be -1, 0 or 1."),

@@ -13,6 +13,7 @@ from shardlight.strategies.checkpoint.export import export_safetensors
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.errors import StrategyError
 from test_lightning_fit import make_trainer
 from test_precision import TokenModule, weights_of
 from torch import nn
@@ -264,22 +265,39 @@ class Router(nn.Module):
 
 
 def check_router(rank, world_size):
+    inputs = torch.linspace(-1, 1, 8).view(1, 8)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = Router()(inputs)
     for keep in ((), ("gate",)):
+        torch.manual_seed(0)
         model = Router()
         policy = DtypePolicy(compute=torch.bfloat16, mixed=True, keep_fp32=keep)
-        engine = Engine(model, PLANS["zero2"], dist.group.WORLD, dtypes=policy)
-        try:
-            with engine.forward(), torch.autocast("cpu", torch.bfloat16):
-                engine_loss = model(torch.ones(1, 8))
-        except RuntimeError as error:
-            assert not keep and "strategy.keep_fp32" in "".join(error.__notes__)
-            continue
-        assert keep and engine_loss.dtype == torch.bfloat16
-        engine.backward(engine_loss)
+        engine = Engine(model, PLANS["zero3"], dist.group.WORLD, dtypes=policy)
+        with engine.forward(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(inputs)
+        assert torch.equal(loss, want), keep
+        engine.backward(loss)
+    with pytest.raises(StrategyError, match="strategy.keep_fp32: no parameter is below a module called nope"):
+        DtypePolicy(compute=torch.bfloat16, mixed=True, keep_fp32=("nope",)).compute_dtypes(model)
 
 
-def test_a_router_that_switches_autocast_off_keeps_its_weights_in_fp32():
+def test_a_router_that_switches_autocast_off_computes_in_fp32():
     run_ranks(check_router, 2)
+
+
+def check_other_masters(rank, world_size, folder):
+    keep = ModelCheckpoint(folder, "with", every_n_train_steps=2, save_top_k=-1)
+    settings = {"callbacks": keep, "enable_checkpointing": True, "precision": "bf16-true"}
+    make_trainer(ZeRO2(), world_size, folder, **settings).fit(Saved(), batches(rank, 2))
+    keep = ModelCheckpoint(folder, "without", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(ZeRO2(master=False), world_size, folder, **{**settings, "callbacks": keep})
+    trainer.fit(Saved(), batches(rank, 3), ckpt_path=f"{folder}/with.ckpt")
+    assert trainer.global_step == 3
+
+
+def test_a_run_goes_on_without_the_masters_it_had(tmp_path):
+    run_ranks(check_other_masters, 2, init=False, folder=str(tmp_path))
 
 
 def test_masters_off_needs_bf16_true():

@@ -114,6 +114,17 @@ class CheckpointReader:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
+        if self.path.is_file():
+            inside = (self.path.parent / MANIFEST).is_file()
+            raise CheckpointError(
+                f"{self.path} is a file, and checkpoints here are folders: "
+                + (
+                    f"pass {self.path.parent}."
+                    if inside
+                    else "for one of Lightning's own (.ckpt), load its state_dict "
+                    "with torch.load(PATH, weights_only=True), and pass that to shardlight.strategies.load_weights."
+                )
+            )
         try:
             content = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -235,8 +235,14 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
             prefix = f"optimizer/{index}/{name}/"
             for key in reader.names(prefix):
-                state[key] = reader.read(prefix + key, start, stop).view(mine.shape).to(mine.device).clone()
+                state[key] = _like(reader.read(prefix + key, start, stop), mine)
             optimizer.state[parameter] = state
+
+
+def _like(stored: Tensor, mine: nn.Parameter) -> Tensor:
+    """Returns state as an optimizer keeps it: laid out as the parameter and, like torch's, in its dtype."""
+    dtype = mine.dtype if stored.is_floating_point() and mine.is_floating_point() else stored.dtype
+    return stored.view(mine.shape).to(mine.device, dtype, copy=True)
 
 
 def _restore_scalar(data: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.1 (arXiv 1
 from dataclasses import dataclass
 
 import torch
+from shardlight.strategies.errors import StrategyError
 from torch import nn
 
 _CAST_BY_AUTOCAST: dict[type[nn.Module], tuple[str, ...]] = {
@@ -47,19 +48,28 @@ class DtypePolicy:
     keep_fp32: tuple[str, ...] = ()
 
     def compute_dtypes(self, model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
-        """Returns the dtype of the 16-bit copy of each parameter that has one."""
+        """Returns the dtype of the 16-bit copy of each parameter that has one.
+
+        Raises: StrategyError: a name of `keep_fp32` is in no parameter's name.
+        """
         if self.compute is None:
             return {}
         floating = [p for p in model.parameters() if p.is_floating_point()]
         if not self.mixed:
             return dict.fromkeys(floating, self.compute)
+        paths = [f".{name}." for name, _ in model.named_parameters()]
+        unknown = [part for part in self.keep_fp32 if not any(f".{part}." in path for path in paths)]
+        if unknown:
+            raise StrategyError(
+                f"strategy.keep_fp32: no parameter is below a module called {', '.join(unknown)}. Use names as in "
+                "`module.named_parameters()`, or parts of them between dots."
+            )
         cast: set[nn.Parameter] = set()
         other: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
             names = next((n for k, n in _CAST_BY_AUTOCAST.items() if type(module).forward is k.forward), ())
             for name, parameter in module.named_parameters(recurse=False):
-                path = f"{prefix}.{name}".split(".")
-                kept = any(part in path or f"{prefix}.{name}".startswith(f"{part}.") for part in self.keep_fp32)
+                kept = any(f".{part}." in f".{prefix}.{name}." for part in self.keep_fp32)
                 # A tied weight is cast only if all of its users would cast it.
                 (cast if name in names and parameter.dtype == torch.float32 and not kept else other).add(parameter)
         return {p: self.compute for p in floating if p in cast and p not in other}

@@ -117,10 +117,11 @@ class Engine:
             # Autograd tried to add to the stand-in of a final gradient.
             if "more than one element of the written-to tensor" in str(error):
                 raise GradientError(RAW.format(what="a gradient arrived")) from error
-            if any(b.mastered for b in self.buffers) and "dtype" in str(error):
+            if any(b.shows_home and not b.guarded for b in self.buffers) and "dtype" in str(error):
                 error.add_note(
-                    f"Under {self.plan.name} and mixed precision the weights of matrix-multiplying modules are 16-bit. "
-                    "A module that switches autocast off needs its weights in fp32: name it in strategy.keep_fp32."
+                    f"Under {self.plan.name}, mixed precision and compilation weights of matrix-multiplying modules "
+                    "are 16-bit. A module that switches autocast off needs its weights in fp32: name it in "
+                    "strategy.keep_fp32."
                 )
             raise
 
