@@ -335,17 +335,17 @@ class ShardedStrategy(Saving):
             self._not_finite_in_a_row = 0
             return
         self.not_finite_steps += 1
-        if lowered:
-            return
-        self._not_finite_in_a_row += 1
+        self._not_finite_in_a_row += not lowered
         names = self.engine.window.not_finite
         which = ", ".join(f"'{n}'" for n in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if self._not_finite_in_a_row >= self.options.max_not_finite_steps:
+            scale = "" if loss_scale is None else f" with the loss scale at its minimum ({loss_scale.scale:g})"
             raise GradientError(
-                f"the gradients of {which} were inf or NaN in {self._not_finite_in_a_row} steps in a row: lower the "
-                "learning rate, clip gradients, or look at the data (trainer.detect_anomaly names the operation)."
+                f"the gradients of {which} were inf or NaN in {self._not_finite_in_a_row} steps in a row{scale}: lower "
+                "the learning rate, clip gradients, or look at the data (trainer.detect_anomaly names the operation)."
             )
-        rank_zero_warn(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.")
+        scale = "" if loss_scale is None else f" The loss scale is {loss_scale.scale:g} now."
+        rank_zero_warn(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.{scale}")
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last step changed nothing."""

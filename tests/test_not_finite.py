@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
-from shardlight.strategies import STRATEGIES, ZeRO2
+from shardlight.strategies import STRATEGIES, MixedFP16, ZeRO2
 from shardlight.strategies.errors import GradientError, StrategyError
 from test_lightning_fit import make_trainer
 from torch import nn
@@ -81,6 +81,39 @@ def fit_to_the_end(rank, world_size, folder):
 @pytest.mark.case("C058")
 def test_too_many_in_a_row_end_training(tmp_path):
     run_ranks(fit_to_the_end, 2, init=False, folder=str(tmp_path))
+
+
+def overflow(rank, world_size, folder):
+    for name in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+        fp16 = {"precision": None, "plugins": MixedFP16()}
+        module = Scalar([1], rank)
+        trainer = make_trainer(STRATEGIES[name](loss_scale=8.0), world_size, folder, **fp16)
+        with _warned(rank):
+            trainer.fit(module, DataLoader(torch.zeros(4, 1)))
+        (state,) = trainer.optimizers[0].state.values() or [{"step": torch.tensor(3.0)}]
+        assert float(state["step"]) == 3 and trainer.strategy.not_finite_steps == 1, name
+        assert trainer.precision_plugin.loss_scale.scale == 4.0, name
+        assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1), name
+        assert module.rates == pytest.approx([0.8, 0.4, 0.4, 0.2]), name
+        with trainer.strategy.gathered():
+            # Adam's step is the rate when all gradients are equal.
+            assert module.w.tolist() == pytest.approx([1 - 0.8 - 0.4 - 0.2] * 3, abs=1e-5), name
+
+        chosen = STRATEGIES[name](loss_scale=8.0, max_not_finite_steps=2)
+        module, fp16 = Scalar(range(100), rank), {"precision": None, "plugins": MixedFP16()}
+        trainer = make_trainer(chosen, world_size, folder, **fp16)
+        at_minimum = r"inf or NaN in 2 steps in a row with the loss scale at its minimum \(1\)"
+        with _warned(rank), pytest.raises(GradientError, match=at_minimum):
+            trainer.fit(module, DataLoader(torch.zeros(50, 1)))
+        # 8 to 4, to 2, to 1, and two more.
+        assert trainer.strategy.not_finite_steps == len(module.rates) == 5, name
+
+
+@pytest.mark.case("C011")
+@pytest.mark.conformance("A9")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_fp16_overflow_halves_the_scale_once_on_all_ranks_and_ends_at_the_minimum(world_size, tmp_path):
+    run_ranks(overflow, world_size, init=False, folder=str(tmp_path))
 
 
 def test_the_limit_is_checked():
