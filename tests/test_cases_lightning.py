@@ -253,7 +253,7 @@ def fit_with_logger(rank, world_size, folder):
 
 
 @pytest.mark.case("C098")
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_one_event_file_with_synced_scalars(world_size, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -280,7 +280,7 @@ class Noisy(faulty.FaultyModule):
 
 
 @pytest.mark.case("C098")
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_warning_of_a_step_is_shown_once(world_size, tmp_path):
     shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
     (tmp_path / "noisy.py").write_text(NOISY)

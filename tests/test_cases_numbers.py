@@ -61,7 +61,7 @@ def check_clipping(rank, world_size):
 
 
 @pytest.mark.case("C025")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_clipping_uses_the_norm_of_all_shards_once(world_size):
     run_ranks(check_clipping, world_size, timeout_s=30)
 
@@ -109,7 +109,7 @@ def check_sizes(rank, world_size):
 
 @pytest.mark.case("C034")
 @pytest.mark.case("C035")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_sizes_that_do_not_divide(world_size):
     run_ranks(check_sizes, world_size)
 
@@ -133,7 +133,7 @@ def check_padding(rank, world_size):
 
 
 @pytest.mark.case("C035")
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_padding_is_in_no_count(world_size):
     run_ranks(check_padding, world_size, timeout_s=30)
 
@@ -178,7 +178,7 @@ def check_exotic(rank, world_size):
 
 
 @pytest.mark.case("C088")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_complex_integer_and_bool_values(world_size):
     run_ranks(check_exotic, world_size, timeout_s=30)
 

@@ -171,7 +171,7 @@ def check_schedule(rank, world_size, folder):
 
 @pytest.mark.conformance("A7")
 @pytest.mark.case("C010")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_schedule_counts_optimizer_steps(world_size, tmp_path):
     run_ranks(check_schedule, world_size, init=False, folder=str(tmp_path))
 
@@ -190,7 +190,7 @@ def check_short_window(rank, world_size, folder):
 
 @pytest.mark.conformance("A2")
 @pytest.mark.case("C031")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_short_last_window_is_a_step_of_its_own_mean(world_size, tmp_path):
     run_ranks(check_short_window, world_size, init=False, folder=str(tmp_path))
 

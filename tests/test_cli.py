@@ -230,6 +230,7 @@ def test_a_run_from_the_first_step_to_the_exported_weights(project):
     assert sum(tensor.numel() for tensor in load_file("out.safetensors").values()) == 58
 
 
+@pytest.mark.long
 def test_a_dry_run_stops_before_the_first_step_and_leaves_nothing(project, temporary_folder):
     before = set(temporary_folder.iterdir())
     # Would raise in the first training step.

@@ -316,7 +316,7 @@ def equal_everywhere(rank, world_size):
 
 
 @pytest.mark.case("C067")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_all_ranks_start_from_rank_0s_weights_however_they_are_seeded(world_size):
     run_ranks(equal_everywhere, world_size)
 

@@ -75,17 +75,17 @@ def all_cases():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sgd_in_fp64_equals_one_process(world_size):
-    cases = some_cases(world_size)[: 2 if world_size == 4 else None]
+    cases = some_cases(world_size)[: {3: 3, 4: 2}.get(world_size)]
     run_ranks(check, world_size, cases=cases, dtype=torch.float64, optimizer="sgd", tolerance=1e-10, timeout_s=240)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_adamw_in_fp64_equals_one_process(world_size):
     cases = [("tiny_gpt", 2, 0.05), ("frozen_mix", 1, None)] if world_size == 2 else [("multi_call", 3, 0.05)]
     run_ranks(check, world_size, cases=cases, dtype=torch.float64, optimizer="adamw", tolerance=1e-10, timeout_s=240)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_sgd_in_fp32_equals_one_process(world_size):
     cases = [("odd_mlp", 3, None), ("tiny_gpt", 1, 0.05)] if world_size == 2 else [("frozen_mix", 2, 0.05)]
     run_ranks(check, world_size, cases=cases, dtype=torch.float32, optimizer="sgd", tolerance=1e-5, timeout_s=240)

@@ -319,7 +319,7 @@ def check_experts(rank, world_size):
 
 
 @pytest.mark.case("C007")
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_experts_that_differ_by_rank(world_size):
     run_ranks(check_experts, world_size, timeout_s=20)
 
