@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from shardlight.framework.config import Loaded
     from shardlight.framework.world import World
 
@@ -32,6 +33,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+bench = typer.Typer(
+    help="Measure against the peers, and hold to the bars.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(bench, name="bench")
+
+FALLS_SHORT, ABSENT = 3, 4
+"""Exit codes of `bench --strict`: a bar falls short; a named peer is not installed."""
 
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[
@@ -134,6 +143,69 @@ def export(
 
         count = export_safetensors(path, out, ema=ema)
     typer.echo(f"{out}: {count} tensors")
+
+
+@bench.command("zero")
+def bench_zero(
+    size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
+    against: Annotated[str | None, typer.Option("--against", metavar="A,B", help="Peers; default: all.")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, against DDP.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 or 4 where a bar or a peer is missing.")
+    ] = False,
+) -> None:
+    """The ZeRO strategies beside DDP, FSDP2 and DeepSpeed."""
+    from rich.console import Console
+    from shardlight.framework.bench import tables, zero
+    from shardlight.framework.bench.crew import BenchError
+    from shardlight.framework.faults import suggest
+
+    name = size or ("tiny" if quick else "small")
+    if name not in zero.SIZES:
+        _fail(f"--size {name}: no such size.{suggest(name, zero.SIZES)}")
+    peers = None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
+    console, progress = _wide_console(), Console(stderr=True)
+    try:
+        result = zero.run(
+            zero.SIZES[name], peers, quick, lambda text: progress.print(text, style="dim", highlight=False)
+        )
+    except BenchError as error:
+        _fail(str(error), 1)
+    for table in tables.tables(result):
+        console.print(table)
+    if out is not None:
+        result.write(out)
+    if strict:
+        absent = [peer for peer in result.missing if peers is not None and peer in peers]
+        short = any(bar.holds is False for bar in result.bars)
+        raise typer.Exit(ABSENT if absent else FALLS_SHORT if short else 0)
+
+
+def _wide_console() -> "Console":
+    """A console for tables: on a terminal as wide as that, in a file as wide as they are."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+@bench.command("diff")
+def bench_diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD.json", help="What `--json` wrote.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What it wrote later.")],
+) -> None:
+    """Name what got worse between two results."""
+    from shardlight.framework.bench import diff, results, tables
+
+    try:
+        found = diff.compare(results.read(old), results.read(new))
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    console = _wide_console()
+    for table in tables.comparison(found):
+        console.print(table)
 
 
 def _fail(text: str, code: int = USER_FAULT) -> NoReturn:

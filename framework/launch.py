@@ -86,13 +86,23 @@ class Sweeper:
 class Worker:
     """One started worker process.
 
+    Args:
+        pass_fds: open files that it keeps.
+
     Attributes:
         rank: its rank.
         log: file its output goes to; None for the terminal.
         exit_code: None while it runs; negative for a signal, as in subprocess.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path | None):
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path | None,
+        pass_fds: Sequence[int] = (),
+    ):
         self.rank = rank
         self.log = log
         self.exit_code: int | None = None
@@ -108,6 +118,7 @@ class Worker:
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     def poll(self) -> bool:

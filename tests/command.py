@@ -228,7 +228,7 @@ def popen(command: Sequence[str], **options):
 class ForkedPopen:
     """What the launcher needs of subprocess.Popen, for a worker forked from this process."""
 
-    def __init__(self, command, env, stdin=None, stdout=None, stderr=None, start_new_session=False):
+    def __init__(self, command, env, stdin=None, stdout=None, stderr=None, start_new_session=False, pass_fds=()):
         arguments = list(command[command.index("shardlight.cli") + 1 :])
         out = None if stdout is None else os.dup(stdout.fileno())
         self.pid = _fork(lambda: _main(arguments), env, out=out, session=start_new_session)

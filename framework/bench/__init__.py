@@ -1,0 +1,1 @@
+"""`shardlight bench`: measures this package beside its peers, in one interleaved run, and holds it to its bars."""

@@ -1,0 +1,1 @@
+"""What the benchmark compares: one training loop around each way of spreading a model over ranks."""

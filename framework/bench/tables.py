@@ -1,0 +1,120 @@
+"""What a person sees of a benchmark: tables, and the bars."""
+
+from collections.abc import Callable
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+from shardlight.framework.bench.diff import Comparison
+from shardlight.framework.bench.results import Bar, Result
+
+Show = Callable[[float], str]
+
+_MB: Show = lambda value: f"{value / 1e6:.1f}"  # noqa: E731
+_WHOLE: Show = lambda value: f"{value:,.0f}"  # noqa: E731
+_ONE: Show = lambda value: f"{value:.1f}"  # noqa: E731
+
+TIME: list[tuple[str, str, Show]] = [
+    ("step ms", "step_ms", _ONE),
+    ("x", "step_ratio", lambda value: f"{value:.2f}"),
+    ("tokens/s", "tokens_per_s", _WHOLE),
+    ("CPU ms, all ranks", "cpu_ms", _ONE),
+    ("page faults", "page_faults", _WHOLE),
+    ("Python calls", "python_calls", _WHOLE),
+    ("start-up s", "startup_s", _ONE),
+    ("loss difference", "loss_difference", lambda value: f"{value:.1e}"),
+]
+BYTES: list[tuple[str, str, Show]] = [
+    ("peak MB", "peak_memory_bytes", _MB),
+    ("steady MB", "steady_memory_bytes", _MB),
+    ("counted state MB", "state_bytes", _MB),
+    ("of the table MB", "table_state_bytes", _MB),
+    ("counted sent MB", "sent_bytes", _MB),
+    ("of the table MB ", "table_sent_bytes", _MB),
+    ("loopback MB, all ranks", "loopback_bytes", _MB),
+    ("collectives", "collectives", _WHOLE),
+]
+WITHOUT = "-"
+
+
+def _table(result: Result, title: str, names: list[str], columns: list[tuple[str, str, Show]]) -> Table | None:
+    """A row a contender; columns that nobody has are left out. None: nothing was measured."""
+    columns = [c for c in columns if any(result.value(name, c[1]) is not None for name in names)]
+    if not columns or not names:
+        return None
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("contender", no_wrap=True)
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    for name in names:
+        cells = []
+        for _, metric, show in columns:
+            value = result.value(name, metric)
+            text = WITHOUT if value is None else show(value)
+            if metric == "step_ratio" and (found := result.intervals.get(name)) is not None:
+                text += f" [{found[0]:.2f}, {found[1]:.2f}]"
+            cells.append(text)
+        table.add_row(name, *cells)
+    return table
+
+
+def tables(result: Result) -> list[RenderableType]:
+    """Returns the tables, the bars and the notes of a result, in the order shown."""
+    names = list(dict.fromkeys(row.who for row in result.rows if " rank " not in row.who))
+    bare = [name for name in names if not name.startswith("trainer-")]
+    trained = [name for name in names if name.startswith("trainer-")]
+    size = result.machine["size"]
+    found = [
+        _table(result, f"zero, {size}: a step in the bare loop (x: times DDP's)", bare, TIME),
+        _table(result, f"zero, {size}: memory and traffic of a rank, a step", bare, BYTES),
+        _table(result, f"zero, {size}: under Lightning's Trainer (x: times the bare loop's)", trained, TIME),
+    ]
+    made: list[RenderableType] = [table for table in found if table is not None]
+    if result.bars:
+        made.append(bars_table(result.bars))
+    made += [Text(note) for note in result.notes]
+    machine = result.machine
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("python", "torch", "lightning", "deepspeed") if machine[name]
+    )
+    made.append(Text(f"{machine['processor']}, {machine['cores']} cores; {versions}"))
+    return made
+
+
+def bars_table(bars: list[Bar]) -> Table:
+    """The bars, those that fall short marked."""
+    table = Table(title="bars", title_justify="left", box=None, pad_edge=False)
+    for heading in ("bar", "value", "interval", "pairs", "target", "holds"):
+        table.add_column(heading, justify="left" if heading in ("bar", "holds") else "right")
+    for bar in bars:
+        value = WITHOUT if bar.value is None else f"{bar.value:,.3f}"
+        interval = WITHOUT if bar.interval is None else f"{bar.interval[0]:,.3f} to {bar.interval[1]:,.3f}"
+        holds = (
+            Text(f"not measured: {bar.reason}") if bar.holds is None else Text("yes" if bar.holds else "FALLS SHORT")
+        )
+        if bar.holds is False:
+            holds.stylize("bold red")
+        table.add_row(bar.name, value, interval, str(bar.pairs or WITHOUT), bar.target, holds)
+    return table
+
+
+def comparison(found: Comparison) -> list[RenderableType]:
+    """Returns what changed between two results, in the order shown."""
+    made: list[RenderableType] = [Text(f"Other machine or versions: {text}") for text in found.machines]
+    for worse, title in ((True, "worse"), (False, "better")):
+        changes = [change for change in found.changes if change.worse == worse]
+        if not changes:
+            made.append(Text(f"Nothing is {title} by more than noise."))
+            continue
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for heading in ("case", "contender", "metric", "old", "new", "x"):
+            table.add_column(heading, justify="left" if heading in ("case", "contender", "metric") else "right")
+        for c in changes:
+            table.add_row(c.case, c.who, c.metric, f"{c.old:,.6g}", f"{c.new:,.6g}", f"{c.factor:.3f}")
+        made.append(table)
+    made += [Text(f"Bar: {text}") for text in found.bars]
+    for title, names in (("old", found.only_old), ("new", found.only_new)):
+        if names:
+            made.append(Text(f"Only in {title}: {', '.join(names)}"))
+    made.append(Text(f"{found.compared} figures compared."))
+    return made
