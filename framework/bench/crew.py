@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,6 @@ class Crew:
         folder: a private one of this crew, made here.
         sweeper: told of the processes, which it ends should the benchmark be killed.
         limit_s: for any one answer.
-        python_path: folders that the ranks find modules in as well.
     Raises: BenchError, by every call: a rank failed or did not answer; the ranks have been ended then.
     """
 
@@ -46,7 +46,6 @@ class Crew:
         folder: Path,
         sweeper: Sweeper,
         limit_s: float = 600.0,
-        python_path: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.limit_s = limit_s
@@ -58,8 +57,6 @@ class Crew:
         flags = [*subprocess._args_from_interpreter_flags(), "-P"]
         command = [sys.executable, *flags, "-m", "shardlight.framework.bench.worker", json.dumps(job)]
         base = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if python_path:
-            base["PYTHONPATH"] = os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.launched_s = time.monotonic()
         try:
             for rank in range(processes):
@@ -116,6 +113,9 @@ class Crew:
 
     def _give_up(self, ranks: list[int], what: str) -> None:
         lines = [f"contender '{self.name}' did not {what} within {self.limit_s:g} s on rank {ranks}:"]
+        for rank in ranks:
+            self.workers[rank].send(signal.SIGUSR1)
+        time.sleep(SETTLE_S)
         for rank in ranks:
             log = self.workers[rank].log
             lines += [] if log is None else log.read_text(errors="replace").splitlines()[-TAIL_LINES:]

@@ -121,7 +121,6 @@ class Rotation:
         folder: private, removed by the sweeper.
         sweeper: ends the ranks should this process be killed.
         say: told what happens.
-        python_path: see Crew.
         limit_s: see Crew.
     """
 
@@ -131,7 +130,6 @@ class Rotation:
         folder: Path,
         sweeper: Sweeper,
         say: Say,
-        python_path: tuple[str, ...] = (),
         limit_s: float = 600.0,
     ) -> None:
         self.size = size
@@ -141,7 +139,6 @@ class Rotation:
         self._folder = folder
         self._sweeper = sweeper
         self._say = say
-        self._python_path = python_path
         self._limit_s = limit_s
         self._started = 0
         self._groups = 0
@@ -153,7 +150,7 @@ class Rotation:
         job = {"module": module, "size": asdict(self.size), "hosts": {n: c.processes for n, c in hosts.items()}}
         processes = max(c.processes for c in hosts.values())
         name = ", ".join(hosts)
-        return Crew(name, processes, job, folder, self._sweeper, self._limit_s, self._python_path)
+        return Crew(name, processes, job, folder, self._sweeper, self._limit_s)
 
     def start_alone(self, contender: Contender, key: str) -> Standing:
         """Starts a contender in processes of its own; notes the time from the launch to the end of its first step."""

@@ -3,9 +3,11 @@
 Knows neither torch nor a contender: it imports the module that the job names, whose `run(job, turns)` is the loop.
 """
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -19,6 +21,8 @@ CHANNEL = "SHARDLIGHT_BENCH_CHANNEL"
 
 def main() -> None:
     """Runs the loop of the job that the command line holds; a failure is left as a report."""
+    # For a rank that does not answer: the benchmark shows where it stands.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = json.loads(sys.argv[1])
     channel = socket.socket(fileno=int(os.environ[CHANNEL]))
     lines = channel.makefile("r", encoding="utf-8")

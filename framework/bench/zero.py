@@ -143,7 +143,13 @@ def _installed(contender: Contender) -> bool:
     return contender.package is None or importlib.util.find_spec(contender.package) is not None
 
 
-def run(size: Size, against: Sequence[str] | None = None, quick: bool = False, say: Say = lambda text: None) -> Result:
+def run(
+    size: Size,
+    against: Sequence[str] | None = None,
+    quick: bool = False,
+    say: Say = lambda text: None,
+    limit_s: float = 600.0,
+) -> Result:
     """Runs the benchmark.
 
     Args:
@@ -151,6 +157,7 @@ def run(size: Size, against: Sequence[str] | None = None, quick: bool = False, s
         against: names of PEERS; None: all that are installed, with `quick` DDP.
         quick: a few rounds, and contenders share processes: no start-up, no memory of processes, no Trainer.
         say: told what happens.
+        limit_s: for a start, or a turn, of any contender.
     Raises: BenchError: there is no such peer, memory does not suffice, or a contender failed.
     """
     bare, missing = choose(against, quick)
@@ -162,7 +169,7 @@ def run(size: Size, against: Sequence[str] | None = None, quick: bool = False, s
     folder = Path(tempfile.mkdtemp(prefix="shardlight-bench-"))
     sweeper = Sweeper(folder)
     try:
-        rotation = Rotation(size, folder, sweeper, say)
+        rotation = Rotation(size, folder, sweeper, say, limit_s)
         if quick:
             rotation.run_hosted(_shared(bare))
         else:

@@ -1,6 +1,7 @@
 """The benchmark's model and data, fixed. Shapes: B rows, T tokens each, D width, V vocabulary."""
 
 import torch
+import torch._dynamo  # torch.optim imports it on first use; as an import it is no memory of a contender's
 import torch.nn.functional as F
 from shardlight.framework.bench.sizes import Size
 from torch import Tensor, nn
