@@ -39,9 +39,6 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-FALLS_SHORT, ABSENT = 3, 4
-"""Exit codes of `bench --strict`: a bar falls short; a named peer is not installed."""
-
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file.")
@@ -153,13 +150,13 @@ def bench_zero(
     quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, against DDP.")] = False,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 3 or 4 where a bar or a peer is missing.")
+        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
     ] = False,
 ) -> None:
     """The ZeRO strategies beside DDP, FSDP2 and DeepSpeed."""
     from rich.console import Console
-    from shardlight.framework.bench import tables, zero
-    from shardlight.framework.bench.crew import BenchError
+    from shardlight.framework.bench import results, tables, zero
+    from shardlight.framework.bench.crew import BenchError, BenchRequestError
     from shardlight.framework.faults import suggest
 
     name = size or ("tiny" if quick else "small")
@@ -172,15 +169,13 @@ def bench_zero(
             zero.SIZES[name], peers, quick, lambda text: progress.print(text, style="dim", highlight=False)
         )
     except BenchError as error:
-        _fail(str(error), 1)
+        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
     for table in tables.tables(result):
         console.print(table)
     if out is not None:
         result.write(out)
     if strict:
-        absent = [peer for peer in result.missing if peers is not None and peer in peers]
-        short = any(bar.holds is False for bar in result.bars)
-        raise typer.Exit(ABSENT if absent else FALLS_SHORT if short else 0)
+        raise typer.Exit(results.exit_code(result, peers or []))
 
 
 def _wide_console() -> "Console":

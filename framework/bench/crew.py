@@ -22,7 +22,11 @@ POLL_S = 0.2
 
 
 class BenchError(Exception):
-    """A benchmark cannot be run as asked, or a contender failed."""
+    """A contender failed, or see BenchRequestError."""
+
+
+class BenchRequestError(BenchError):
+    """A benchmark cannot be run as asked."""
 
 
 class Crew:

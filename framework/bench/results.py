@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ UNITS = {
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 
 CONFIDENCE = 0.95
+FALLS_SHORT, ABSENT = 3, 4
+"""Exit codes of `--strict`."""
 
 
 @dataclass(frozen=True)
@@ -211,3 +213,10 @@ def read(path: Path) -> Result:
         return Result(dict(found["machine"]), rows, bars)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a result of `shardlight bench ... --json FILE` ({error}).") from None
+
+
+def exit_code(result: Result, named: Sequence[str]) -> int:
+    """Returns the exit code of `--strict`: 4 when a peer that was named is not installed, 3 when a bar falls short."""
+    if any(name in named for name in result.missing):
+        return ABSENT
+    return FALLS_SHORT if any(bar.holds is False for bar in result.bars) else 0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardlight.framework.bench import meters
-from shardlight.framework.bench.crew import BenchError, Crew
+from shardlight.framework.bench.crew import BenchRequestError, Crew
 from shardlight.framework.bench.results import Samples
 from shardlight.framework.bench.sizes import Size
 from shardlight.framework.launch import Sweeper
@@ -90,7 +90,7 @@ def groups(
 ) -> list[list[Contender]]:
     """Cuts contenders into groups that fit into memory, with each pair in some group together; a few pairs, first fit.
 
-    Raises: BenchError: two that have to be measured beside each other do not fit.
+    Raises: BenchRequestError: two that have to be measured beside each other do not fit.
     """
     cost = {c.name: c.memory_bytes(size) for c in contenders}
     made: list[set[str]] = []
@@ -98,7 +98,7 @@ def groups(
         wanted = set(pair)
         needed = sum(cost[name] for name in wanted)
         if needed > memory_bytes:
-            raise BenchError(
+            raise BenchRequestError(
                 f"{' and '.join(sorted(wanted))} at {size.name} need about {needed / 1e9:.1f} GB of memory together, "
                 f"and {memory_bytes / 1e9:.1f} GB can be used. Take a smaller --size, or leave one out with --against."
             )

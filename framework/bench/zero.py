@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardlight.framework.bench import meters
-from shardlight.framework.bench.crew import BenchError
+from shardlight.framework.bench.crew import BenchRequestError
 from shardlight.framework.bench.results import Bar, BarSpec, Result, Row, Samples, interval_of_median
 from shardlight.framework.bench.rotation import Contender, Rotation, Say, groups
 from shardlight.framework.bench.sizes import SIZES, Size
@@ -127,11 +127,11 @@ BARS = _bars()
 def choose(against: Sequence[str] | None, quick: bool) -> tuple[list[Contender], list[str]]:
     """Returns the contenders in the bare loop, and the names of peers that are not installed.
 
-    Raises: BenchError: there is no such peer.
+    Raises: BenchRequestError: there is no such peer.
     """
     unknown = [name for name in against or () if name not in PEERS]
     if unknown:
-        raise BenchError(f"--against {unknown[0]}: no such peer.{suggest(unknown[0], PEERS)}")
+        raise BenchRequestError(f"--against {unknown[0]}: no such peer.{suggest(unknown[0], PEERS)}")
     wanted = ([BASE] if quick else list(PEERS)) if against is None else list(dict.fromkeys(against))
     missing = [name for name in wanted if not all(_installed(c) for c in PEERS[name])]
     peers = [c for name in wanted if name not in missing for c in PEERS[name]]
@@ -158,7 +158,7 @@ def run(
         quick: a few rounds, and contenders share processes: no start-up, no memory of processes, no Trainer.
         say: told what happens.
         limit_s: for a start, or a turn, of any contender.
-    Raises: BenchError: there is no such peer, memory does not suffice, or a contender failed.
+    Raises: BenchRequestError: there is no such peer, or memory does not suffice; BenchError: a contender failed.
     """
     bare, missing = choose(against, quick)
     if quick:

@@ -73,6 +73,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
     (name,) = job["hosts"]
     size, rank, world_size = Size(**job["size"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     warnings.filterwarnings("ignore", message="The '.*' does not have many workers")
+    warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")  # a trap for workers
     start_group(world_size)
     who = name.removeprefix("trainer-")
     strategy = STRATEGIES[who.removeprefix("shardlight-")]() if who.startswith("shardlight-") else "ddp"
