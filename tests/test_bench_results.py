@@ -1,13 +1,16 @@
 """Bars, their intervals and the files of a benchmark; how contenders are chosen and put together."""
 
+import ast
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from rich.console import Console
-from shardlight.framework.bench import diff, zero
+from shardlight.framework.bench import diff, meters, zero
 from shardlight.framework.bench.contenders.gpt import GPT, fixed_gpt, rows_of
 from shardlight.framework.bench.crew import BenchError
 from shardlight.framework.bench.results import (
@@ -238,6 +241,45 @@ def test_weights_and_tokens_are_the_same_each_time_and_ranks_share_the_rows():
     assert torch.equal(torch.cat([half[0] for half in halves]), tokens)
     assert torch.equal(torch.cat([half[1] for half in halves]), labels)
     assert not torch.equal(rows_of(NANO, 8, 0, 1)[0], tokens)
+
+
+MEMORY = """
+from shardlight.framework.bench import meters
+base = b"1" * 50_000_000
+meters.reset_peak()
+before = meters.memory()
+kept = b"1" * 20_000_000
+freed = b"1" * 100_000_000
+del freed
+print(meters.above(before, meters.memory()))
+"""
+
+
+@pytest.mark.skipif(meters.memory() is None, reason="the system does not tell a process's proportional set size")
+def test_memory_is_what_came_after_the_base_and_the_peak_holds_what_was_freed():
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=60, check=True)
+    found = ast.literal_eval(run.stdout)
+    assert found["steady_memory_bytes"] == pytest.approx(20e6, abs=3e6)
+    assert found["peak_memory_bytes"] == pytest.approx(120e6, abs=6e6)
+    assert meters.above(None, None) == {}
+
+
+def test_calls_are_counted_as_cprofile_counts_them():
+    probe = meters.CallProbe()
+    probe.start()
+    for _ in range(100):
+        math.floor(1.5)
+        meets(1.0, "<= 2")  # calls str.partition as well, and float is a type
+    assert 300 <= probe.stop() <= 410
+
+
+def test_other_programs_and_the_machine_are_told():
+    assert meters.machine()["torch"] == torch.__version__
+    if meters.busy_s() is not None:
+        began = meters.busy_s()
+        sum(i * i for i in range(3_000_000))
+        assert meters.busy_s() > began
+        assert meters.available_bytes() > 0 and meters.loopback_bytes() >= 0
 
 
 def result_with(**figures) -> Result:
