@@ -166,7 +166,10 @@ def bench_zero(
     console, progress = _wide_console(), Console(stderr=True)
     try:
         result = zero.run(
-            zero.SIZES[name], peers, quick, lambda text: progress.print(text, style="dim", highlight=False)
+            zero.SIZES[name],
+            peers,
+            quick,
+            lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True),
         )
     except BenchError as error:
         _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)

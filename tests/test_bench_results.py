@@ -297,6 +297,7 @@ def test_diff_names_what_got_worse_and_what_got_better():
             ("b", "python_calls"): 1000.0,
             ("b", "collectives"): 20.0,
             ("b rank 0", "collectives"): 20.0,
+            ("b", "page_faults"): 0.0,
             ("gone", "step_ms"): 1.0,
         },
         bars=[Bar("x", 1.0, "<= 1", True, 1, None), Bar("y", 2.0, "<= 1", False, 1, None)],
@@ -309,6 +310,7 @@ def test_diff_names_what_got_worse_and_what_got_better():
             ("a", "sent_bytes"): 1001.0,  # worse: counted
             ("b", "python_calls"): 1040.0,  # noise
             ("b", "collectives"): 19.0,  # better
+            ("b", "page_faults"): 7.0,  # noise
             ("b rank 0", "collectives"): 30.0,  # of a single rank
         },
         bars=[Bar("x", 1.5, "<= 1", False, 1, None), Bar("y", 1.0, "<= 1", True, 1, None)],
@@ -321,7 +323,7 @@ def test_diff_names_what_got_worse_and_what_got_better():
         ("a", "tokens_per_s"),
     ]
     assert [(c.who, c.metric) for c in found.changes if not c.worse] == [("b", "collectives")]
-    assert found.compared == 6 and found.only_old == ["gone: step_ms (zero tiny)"] and found.only_new == []
+    assert found.compared == 7 and found.only_old == ["gone: step_ms (zero tiny)"] and found.only_new == []
     assert found.bars == ["x: held, and falls short now", "y: holds now"]
     assert found.machines == ["torch: 2 before, 9 now"]
     text = shown(comparison(found))

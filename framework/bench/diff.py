@@ -21,6 +21,8 @@ NOISE = {
     "python_calls": 1.05,
 }
 """By which factor a metric has to change to mean something; 1 for what is counted and not in this table."""
+FLOOR = {"page_faults": 500.0, "loopback_bytes": 1e6}
+"""Below which a metric says nothing: other programs' share."""
 HIGHER_IS_BETTER = {"tokens_per_s"}
 UNJUDGED = {"table_state_bytes", "table_sent_bytes", "loss_difference"}
 """Neither better nor worse when they change; a loss has a bar of its own where it matters."""
@@ -70,7 +72,7 @@ def compare(old: Result, new: Result) -> Comparison:
             continue
         now, noise = after[key], NOISE.get(metric, 1.0)
         low, high = min(was, now), max(was, now)
-        if high > low * noise:
+        if high > max(low * noise, FLOOR.get(metric, 0.0)):
             changes.append(Change(*key, was, now, worse=(now > was) != (metric in HIGHER_IS_BETTER)))
     changes.sort(key=lambda change: (not change.worse, change.case, change.who, change.metric))
     held = {bar.name: bar.holds for bar in old.bars}
