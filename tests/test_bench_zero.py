@@ -38,6 +38,7 @@ def figures(result, metrics):
     return {(row.who, row.metric): row.value for row in result.rows if row.who in OURS and row.metric in metrics}
 
 
+@pytest.mark.long
 def test_quick_measures_ours_beside_ddp_and_one_process(quick):
     outcome, result = quick
     assert {"single", "ddp", *OURS} == {row.who for row in result.rows if " rank " not in row.who}
@@ -48,6 +49,7 @@ def test_quick_measures_ours_beside_ddp_and_one_process(quick):
     assert outcome.left_running == ()
 
 
+@pytest.mark.long
 def test_its_exit_code_tells_whether_all_bars_hold(quick):
     outcome, result = quick
     short = [bar.name for bar in result.bars if bar.holds is False]
@@ -55,12 +57,14 @@ def test_its_exit_code_tells_whether_all_bars_hold(quick):
     assert len([line for line in outcome.output.splitlines() if "FALLS SHORT" in line]) == len(short)
 
 
+@pytest.mark.long
 def test_every_contender_has_the_losses_of_one_process(quick):
     _, result = quick
     for who in ("ddp", *OURS):
         assert 0 <= result.value(who, "loss_difference") < 1e-5, who
 
 
+@pytest.mark.long
 def test_bytes_and_collectives_are_those_of_the_baseline(quick):
     now, before = figures(quick[1], EXACT), figures(read(BASELINE), EXACT)
     assert len(before) == len(OURS) * len(EXACT)
@@ -69,6 +73,7 @@ def test_bytes_and_collectives_are_those_of_the_baseline(quick):
         assert now[who, "collectives"] == now[who, "engine_collectives"], "the engine and PyTorch count alike"
 
 
+@pytest.mark.long
 def test_python_calls_are_within_5_percent_of_the_baseline(quick):
     before = read(BASELINE)
     for name in ("python", "torch", "lightning"):
