@@ -5,8 +5,12 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from shardlight.strategies import STRATEGIES
+from shardlight.strategies.engine.dtypes import DtypePolicy
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import PLANS
 from test_lightning_fit import make_trainer
 from test_precision import weights_of
 from torch import nn
@@ -147,3 +151,36 @@ def check(rank, world_size, folder, kinds):
 def test_weights_are_fp32_for_who_uses_them(world_size, tmp_path):
     kinds = [Decay, InPlace, Teacher, Penalty, Convolved, Inside, Reading, Alone]
     run_ranks(check, world_size, init=False, folder=str(tmp_path), kinds=kinds, timeout_s=150)
+
+
+def check_written_parts(rank, world_size):
+    """A part that is written after a hook looked at the weights (an average swapped in, weights loaded) counts."""
+    for plan in ("zero1", "zero2"):
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5)
+        group = dist.group.WORLD if world_size > 1 else None
+        engine = Engine(model, PLANS[plan], group, dtypes=DtypePolicy(compute=torch.bfloat16, mixed=True))
+        with torch.no_grad():
+            model.weight.mul_(1 + 2**-12)  # a look, and a write smaller than a bf16 step
+            assert any(b.wide is not None for b in engine.buffers)
+            for parameter in model.parameters():
+                _, part = engine.owned_piece(parameter)
+                part.add_(1.0)
+        engine.weights_changed()
+        with engine.forward(), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            got = model(torch.eye(7))
+        torch.manual_seed(0)
+        want = nn.Linear(7, 5)
+        with torch.no_grad():
+            want.weight.mul_(1 + 2**-12)
+            for parameter in want.parameters():
+                parameter.add_(1.0)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(got, want(torch.eye(7))), plan
+        with engine.gathered():
+            assert torch.equal(model.weight, want.weight), plan
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parts_that_are_written_after_a_look_count(world_size):
+    run_ranks(check_written_parts, world_size)

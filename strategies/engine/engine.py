@@ -321,9 +321,10 @@ class Engine:
         """
         if parameter not in self.table.place:
             return None
-        _, buffer, slot = self.table.place[parameter]
+        unit, buffer, slot = self.table.place[parameter]
         if buffer.wide is not None and not self.plan.shard_parameters:
-            buffer.write_back(narrow=False)  # what a hook wrote to the weights it used
+            # What a hook wrote to the weights it used counts; what is written to the part from here on comes later.
+            buffer.write_back(narrow=not unit.pinned)
         piece = buffer.pieces.get(slot)
         part = buffer.piece_of_shard(slot, buffer.shard)
         return (0, buffer.shard[:0]) if piece is None or part is None else (piece.start, part)
