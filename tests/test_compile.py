@@ -280,8 +280,10 @@ def tensor_bytes() -> int:
 
 @pytest.mark.parametrize("recompute", ["no", "blocks"])
 def test_compiled_blocks_keep_no_weights_between_forward_and_backward(recompute):
+    smallest = min(p.numel() * 8 for p in build(partial(TinyGPT, layers=2)).parameters())
     for one, other in run_ranks(live_bytes, 2, recompute=recompute, timeout_s=120):
-        assert one == other
+        # Scalars come and go with the garbage collector; no weight is as small as they are.
+        assert one == pytest.approx(other, rel=0, abs=smallest // 2)
 
 
 def copies(rank, world_size):
