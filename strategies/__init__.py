@@ -1,18 +1,21 @@
-"""Sharding strategies for Lightning's Trainer; importing this registers their names (`Trainer(strategy="zero3")`)."""
+"""Sharding strategies for Lightning's Trainer; importing this registers their names (`Trainer(strategy="zero3")`).
 
-from lightning.pytorch.strategies import StrategyRegistry
-from shardlight.strategies.base import ShardedStrategy
-from shardlight.strategies.checkpoint.weights import LoadReport, load_weights
-from shardlight.strategies.ema import ShardedEMA
-from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
-from shardlight.strategies.options import EngineOptions
-from shardlight.strategies.precision import MixedFP16
-from shardlight.strategies.zero import DDP, Single, ZeRO1, ZeRO2, ZeRO3
+Names are imported when first used (PEP 562): the engine is used without Lightning too, which takes a second to import.
+"""
 
-STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3)}
+import importlib
+from typing import TYPE_CHECKING, Any
 
-for _name, _strategy in STRATEGIES.items():
-    StrategyRegistry.register(_name, _strategy, description=(_strategy.__doc__ or "").strip(), override=True)
+from shardlight.strategies.registration import register_once_lightning_is_there
+
+if TYPE_CHECKING:
+    from shardlight.strategies.base import ShardedStrategy
+    from shardlight.strategies.checkpoint.weights import LoadReport, load_weights
+    from shardlight.strategies.ema import ShardedEMA
+    from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
+    from shardlight.strategies.options import EngineOptions
+    from shardlight.strategies.precision import MixedFP16
+    from shardlight.strategies.zero import DDP, STRATEGIES, Single, ZeRO1, ZeRO2, ZeRO3
 
 __all__ = [
     "DDP",
@@ -30,3 +33,33 @@ __all__ = [
     "load_weights",
     "materialise",
 ]
+
+_HOMES = {
+    "DDP": "zero",
+    "STRATEGIES": "zero",
+    "EngineOptions": "options",
+    "LoadReport": "checkpoint.weights",
+    "MixedFP16": "precision",
+    "ShardedEMA": "ema",
+    "ShardedStrategy": "base",
+    "Single": "zero",
+    "ZeRO1": "zero",
+    "ZeRO2": "zero",
+    "ZeRO3": "zero",
+    "deferred_init": "engine.deferred.tensors",
+    "load_weights": "checkpoint.weights",
+    "materialise": "engine.deferred.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+register_once_lightning_is_there()

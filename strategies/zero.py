@@ -35,3 +35,7 @@ class ZeRO3(ShardedStrategy):
     """Parameters, gradients and optimizer state are sharded; a unit's weights are gathered when it is used."""
 
     plan = PLANS["zero3"]
+
+
+STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3)}
+"""By the name in a config file, and in `Trainer(strategy=...)`."""

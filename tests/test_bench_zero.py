@@ -158,6 +158,9 @@ def test_under_the_trainer_the_same_steps_are_taken(bare):
             torch.tensor(got), torch.tensor(want), rtol=0, atol=2e-6, msg=lambda m: f"{who}: {m}"
         )
         assert all(seconds > 0 for answer in ranks[0][who] for seconds in answer["seconds"])
+    counted = {who: answers[2]["per_step"]["collectives"] for who, answers in ranks[0].items()}
+    assert counted["trainer-ddp"] <= 2, "Lightning's own ddp: PyTorch's one bucket, and Lightning's own word"
+    assert counted["trainer-shardlight-zero3"] > 6
 
 
 @pytest.mark.parametrize(

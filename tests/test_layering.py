@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shardlight import strategies
 
 NAME = "shardlight"
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,10 +95,37 @@ def test_a_light_module_does_not_import_torch(module):
     assert run.stdout.strip() == "[]", f"import {NAME}.{module} brings in {run.stdout}"
 
 
-def test_every_lazy_name_of_the_framework_is_there():
-    """`framework/__init__.py` serves names on first use (PEP 562): each name it promises must exist."""
-    script = f"import {NAME}.framework as f\nnames = [getattr(f, name) and name for name in f.__all__]\n"
-    script += "print(len(names), set(names) <= set(dir(f)))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+LAZY = """
+import sys
+import shardlight.strategies.engine.engine
+assert not {"lightning", "torchmetrics", "matplotlib"} & {m.split(".")[0] for m in sys.modules}, "the engine needs them"
+
+import lightning.pytorch as pl
+from shardlight.strategies import registration
+registry = pl.strategies.StrategyRegistry
+assert {*registration.CLASSES} <= {*registry}, "Lightning came later than shardlight"
+assert not any(isinstance(finder, registration._Watch) for finder in sys.meta_path)
+assert "shardlight.strategies.base" not in sys.modules, "no strategy was used yet"
+made = {name: registry.get(name) for name in registration.CLASSES}
+
+import shardlight.framework, shardlight.strategies
+assert {name: type(strategy) for name, strategy in made.items()} == shardlight.strategies.STRATEGIES
+for package in (shardlight.framework, shardlight.strategies):
+    print(len([getattr(package, name) for name in package.__all__]), set(package.__all__) <= set(dir(package)))
+"""
+
+
+def test_the_engine_needs_no_lightning_and_every_lazy_name_is_there():
+    """PEP 562. The other order, Lightning first, is that of `test_a_plain_script_trains...` in test_lifecycle.py."""
+    run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[0]) > 0 and run.stdout.split()[1] == "True"
+    for line in run.stdout.splitlines()[-2:]:
+        assert int(line.split()[0]) > 0 and line.split()[1] == "True", run.stdout
+
+
+def test_a_lazy_name_has_the_home_that_the_type_checker_is_told():
+    tree = ast.parse((ROOT / "strategies" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {alias.name: node.module for node in block.body for alias in node.names}
+    assert told == {name: f"{strategies.__name__}.{home}" for name, home in strategies._HOMES.items()}
+    assert set(told) == set(strategies.__all__)

@@ -27,6 +27,6 @@ torch.testing.assert_close(torch.ones(1), torch.ones(1))
 
 # Code under test may be broken; then the rank that imports it says how, with its traceback. Without this the fork
 # server itself would die, and every test with it.
-for name in ("shardlight.strategies", "shardlight.framework.assemble", "shardlight.cli"):
+for name in ("shardlight.strategies.ema", "shardlight.framework.assemble", "shardlight.cli"):
     with contextlib.suppress(Exception):
         importlib.import_module(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from shardlight.framework.bench.contenders.gpt import fixed_gpt, loss_of, optimizer_of, rows_of
 from shardlight.framework.bench.contenders.loop import CollectivesProbe, start_group
 from shardlight.framework.bench.contenders.ours import count_so_far, state_of
@@ -76,7 +77,8 @@ def run(job: dict[str, Any], turns: Turns) -> None:
     warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")  # a trap for workers
     start_group(world_size)
     who = name.removeprefix("trainer-")
-    strategy = STRATEGIES[who.removeprefix("shardlight-")]() if who.startswith("shardlight-") else "ddp"
+    # Not "ddp" by name: that is ours, once it is imported.
+    strategy = STRATEGIES[who.removeprefix("shardlight-")]() if who.startswith("shardlight-") else DDPStrategy()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,
