@@ -1,5 +1,7 @@
 """Sums whose order is fixed, so that results do not depend on how a buffer is partitioned."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,23 +28,26 @@ def abs_max(flat: Tensor) -> Tensor:
     return flat.abs().max().to(torch.float64) if flat.numel() else torch.zeros((), dtype=torch.float64)
 
 
-def sum_in_rank_order(parts_RN: Tensor, out_N: Tensor) -> Tensor:
+def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False) -> Tensor:
     """Writes ((parts[0] + parts[1]) + parts[2]) + ... into `out_N`; 16-bit types are added in fp32.
 
     Args:
-        parts_RN: (ranks, n), one row per rank.
-        out_N: (n,), dtype of `parts_RN`; may be one of the rows only at one rank.
+        parts: (n,) each, of one dtype; one per rank.
+        out_N: (n,); may be one of the parts.
+        add: the sum is added to what `out_N` holds.
     Returns: `out_N`.
     """
-    if parts_RN.dtype in (torch.bfloat16, torch.float16):
-        total = parts_RN[0].float()
-        for part in parts_RN[1:]:
-            total += part
-        return out_N.copy_(total)
-    out_N.copy_(parts_RN[0])
-    for part in parts_RN[1:]:
-        out_N += part
-    return out_N
+    own = parts[0].dtype
+    if not add and own == out_N.dtype and own not in (torch.bfloat16, torch.float16) and len(parts) > 1:
+        # `out_N` is written last, since it may be one of the parts.
+        total = parts[0]
+        for number, part in enumerate(parts[1:-1]):
+            total = total.add_(part) if number else total + part
+        return torch.add(total, parts[-1], out=out_N)
+    total = parts[0].to(torch.float32 if own.itemsize == 2 else out_N.dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return out_N.add_(total) if add else out_N.copy_(total)
 
 
 def real_view(flat: Tensor) -> Tensor:

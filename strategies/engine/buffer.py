@@ -18,6 +18,7 @@ kept  (shard_numel,)    final gradients of an earlier window that this one adds 
 from dataclasses import dataclass
 
 import torch
+from shardlight.ops.bits import bits, same_bits
 from shardlight.ops.sums import CHUNK
 from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.copied import CopiedParameter
@@ -166,12 +167,12 @@ class FlatBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             found = [s.name for s, p, view, v in held if p._version != v or p.data_ptr() != view.data_ptr()]
         mine, kept = full[self._own], self.shard.to(full.dtype)
-        if found or _same_bits(mine, kept):
+        if found or same_bits(mine, kept):
             return found
         # Written by `p.data`, which has no version: it shows in this rank's part alone.
         for slot in self.pieces:
             there, here = self.piece_of_shard(slot, mine), self.piece_of_shard(slot, kept)
-            if there is not None and here is not None and not _same_bits(there, here):
+            if there is not None and here is not None and not same_bits(there, here):
                 found.append(self.layout.slots[slot].name)
         return found
 
@@ -243,7 +244,7 @@ class FlatBuffer:
         mine = self.full[self._span]
         if self.mastered:
             # What was not written keeps its full precision.
-            written = _bits(mine) != _bits(self.home.to(self.dtype))
+            written = bits(mine) != bits(self.home.to(self.dtype))
             self.home[written] = mine[written].to(self.home_dtype)
         elif self.plan.shard_parameters:
             self.home.copy_(mine)
@@ -426,11 +427,3 @@ class FlatBuffer:
         """Returns this rank's (n,) part of a parameter in a (shard_numel,) tensor, None if it owns nothing of it."""
         piece = self.pieces.get(slot)
         return None if piece is None else flat[piece.offset : piece.offset + piece.stop - piece.start]
-
-
-def _bits(flat: Tensor) -> Tensor:
-    return flat.view(torch.int16) if flat.element_size() == 2 else flat.view(torch.uint8)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bits(a), _bits(b))

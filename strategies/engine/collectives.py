@@ -47,6 +47,27 @@ class EngineGroups:
     replicate: dist.ProcessGroup | None = None
 
 
+PIECE_BYTES = 8 << 20
+"""What arrives at a time in a reduction on CPU; two of these are under way."""
+
+
+class Transfer:
+    """A collective that is under way.
+
+    Args:
+        steps: starts it up to its `yield`, and ends it behind.
+    """
+
+    def __init__(self, steps: Iterator[None]) -> None:
+        self._steps = steps
+        next(steps)
+
+    def wait(self) -> None:
+        """Returns when it is done on this rank. Raises: CollectiveError: a peer was lost or did not arrive in time."""
+        for _ in self._steps:
+            raise AssertionError("a transfer has one yield")
+
+
 class Collectives:
     """Collectives over one process group; with one rank each is the identity and nothing is sent.
 
@@ -71,6 +92,11 @@ class Collectives:
         self.world_size: int = dist.get_world_size(group) if group is not None else 1
         self._counts: Counter[str] = Counter() if together is None else together._counts
         self.calls: Counter[str] = Counter() if together is None else together.calls
+        self._direct: bool = self.device.type == "cpu"
+        """Large tensors go straight from rank to rank."""
+        self._peers: list[int] = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self._staging: list[Tensor] = []
+        """Memory that pieces arrived in, to be used again."""
 
     @property
     def bytes_sent(self) -> int:
@@ -78,46 +104,131 @@ class Collectives:
         return self._counts["bytes"]
 
     def all_gather(self, full: Tensor, shard: Tensor, caller: str) -> None:
-        """Fills `full` with the shards of all ranks in rank order.
+        """Fills `full` with the shards of all ranks in rank order; see start_all_gather."""
+        self.start_all_gather(full, shard, caller).wait()
+
+    def start_all_gather(self, full: Tensor, shard: Tensor, caller: str) -> "Transfer":
+        """Starts to fill `full` with the shards of all ranks in rank order.
+
+        On CPU every rank sends its shard straight to every other: gloo's own all-gather takes two to three times as
+        long (`shardlight bench zero` would show it as the step of zero3).
 
         Args:
-            full: (world_size * n,). May contain `shard` as this rank's slice.
-            shard: (n,), same dtype.
+            full: (world_size * n,). May contain `shard` as this rank's slice. Not to be used before `wait`.
+            shard: (n,), same dtype; not to be changed before `wait`.
             caller: named in a fault's message.
-        Raises: CollectiveError: a peer was lost or did not arrive in time.
+        Raises: CollectiveError: here or in `wait`: a peer was lost or did not arrive in time.
         Cost: (world_size - 1) / world_size * full.nbytes sent per rank.
         Example: two ranks holding [1] and [2]: both get [1, 2].
         """
+        return Transfer(self._all_gather(real_view(full), real_view(shard), caller))
+
+    def _all_gather(self, full: Tensor, shard: Tensor, caller: str) -> Iterator[None]:
+        own = full.view(self.world_size, -1)[self.rank]
         if self.world_size == 1:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+            yield
             return
         self._count("all_gather", shard.nbytes * (self.world_size - 1))
         with self._named(caller):
-            all_gather_flat(real_view(full), real_view(shard), group=self.group)
+            if self._direct:
+                parts = full.view(self.world_size, -1)
+                works = self._swap([(peer, parts[peer], shard) for peer in self._peers])
+                if own.data_ptr() != shard.data_ptr():
+                    own.copy_(shard)
+            else:
+                works = [all_gather_flat(full, shard, group=self.group, async_op=True)]
+        yield
+        self._wait(works, caller)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, caller: str) -> None:
-        """Writes this rank's slice of the sum of `full` over all ranks into `out`; sums are taken in rank order.
+    def reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool = False) -> None:
+        """Writes this rank's slice of the sum of `full` over all ranks into `out`; see start_reduce_scatter."""
+        self.start_reduce_scatter(full, out, caller, add).wait()
 
-        An all-to-all and a local sum: gloo's own reduce-scatter sends the bytes of an all-reduce, and the order of
-        summation is fixed this way.
+    def start_reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool = False) -> "Transfer":
+        """Starts to write this rank's slice of the sum of `full` over all ranks into `out`; summed in rank order.
+
+        Slices are sent straight from rank to rank and added up where they arrive: gloo's own reduce-scatter sends the
+        bytes of an all-reduce, and the order of summation is fixed this way. They come in pieces, so that what is
+        received takes a bounded piece of memory whatever the size of `full`.
 
         Args:
-            full: (world_size * n,).
-            out: (n,), same dtype; may be this rank's slice of `full`.
-        Raises: CollectiveError: a peer was lost or did not arrive in time.
+            full: (world_size * n,); not to be changed before `wait`.
+            out: (n,); may be this rank's slice of `full`. 16-bit parts are added in fp32.
+            add: the sum is added to what `out` holds.
+        Raises: CollectiveError: here or in `wait`: a peer was lost or did not arrive in time.
         Cost: (world_size - 1) / world_size * full.nbytes sent per rank.
         Example: two ranks holding [0, 0, 2, 2] and [2, 2, 4, 4]: rank 0 gets [2, 2], rank 1 gets [6, 6].
         """
+        return Transfer(self._reduce_scatter(real_view(full), real_view(out), caller, add))
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool) -> Iterator[None]:
+        parts = list(full.view(self.world_size, -1))
         if self.world_size == 1:
-            if full.data_ptr() != out.data_ptr():
-                out.copy_(full)
+            if add or out.data_ptr() != full.data_ptr():
+                sum_in_rank_order(parts, out, add)
+            yield
             return
-        self._count("reduce_scatter", full.nbytes // self.world_size * (self.world_size - 1))
+        self._count("reduce_scatter", parts[0].nbytes * (self.world_size - 1))
+        if self._direct:
+            yield from self._reduce_pieces(parts, out, caller, add)
+            return
         received = torch.empty_like(full)
         with self._named(caller):
-            dist.all_to_all_single(real_view(received), real_view(full), group=self.group)
-        sum_in_rank_order(received.view(self.world_size, -1), out)
+            work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        yield
+        self._wait([work], caller)
+        sum_in_rank_order(list(received.view(self.world_size, -1)), out, add)
+
+    def _reduce_pieces(self, parts: list[Tensor], out: Tensor, caller: str, add: bool) -> Iterator[None]:
+        numel = parts[0].numel()
+        length = max(1, min(numel, PIECE_BYTES // (parts[0].element_size() * len(self._peers))))
+        pieces = [slice(first, min(first + length, numel)) for first in range(0, numel, length)]
+        # Two sets of pieces take turns: one arrives while the other is added up.
+        size = min(2, len(pieces)) * len(self._peers) * length * parts[0].element_size()
+        staging = self._take_staging(size)
+        landings = staging[:size].view(parts[0].dtype).view(-1, len(self._peers), length)
+
+        def receive(number: int) -> tuple[list[Tensor], list[Any]]:
+            piece = pieces[number]
+            landing = [row[: piece.stop - piece.start] for row in landings[number % len(landings)]]
+            rows = zip(self._peers, landing, strict=True)
+            return landing, self._swap([(peer, row, parts[peer][piece]) for peer, row in rows])
+
+        with self._named(caller):
+            under_way = [receive(number) for number in range(len(landings))]
+        yield
+        for number, piece in enumerate(pieces):
+            landing, works = under_way[number % len(landings)]
+            self._wait(works, caller)
+            arrived = dict(zip(self._peers, landing, strict=True))
+            arrived[self.rank] = parts[self.rank][piece]
+            sum_in_rank_order([arrived[rank] for rank in range(self.world_size)], out[piece], add)
+            if number + len(landings) < len(pieces):
+                with self._named(caller):
+                    under_way[number % len(landings)] = receive(number + len(landings))
+        self._staging.append(staging)
+
+    def _take_staging(self, nbytes: int) -> Tensor:
+        """Returns at least `nbytes` of memory, used before where there is any: fresh pages cost as much as sending."""
+        found = self._staging.pop() if self._staging else None
+        if found is None or found.numel() < nbytes:
+            found = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return found
+
+    def _swap(self, exchanges: list[tuple[int, Tensor, Tensor]]) -> list[Any]:
+        """Starts to receive from, and send to, each peer. Args: exchanges: (peer, to receive into, to send)."""
+        group = self.group
+        assert group is not None
+        works = [group.recv([into], peer, 0) for peer, into, _ in exchanges]
+        works += [group.send([out], peer, 0) for peer, _, out in exchanges]
+        return works
+
+    def _wait(self, works: list[Any], caller: str) -> None:
+        with self._named(caller):
+            for work in works:
+                work.wait()
 
     def all_reduce(self, tensor: Tensor, caller: str) -> None:
         """Overwrites (n,) `tensor` with its sum over all ranks, taken in rank order.
@@ -143,7 +254,11 @@ class Collectives:
         self._count("gather_small", values.nbytes * (self.world_size - 1))
         rows = values.new_empty(self.world_size * values.numel())
         with self._named(caller):
-            all_gather_flat(rows, values, group=self.group)
+            if self._direct:
+                # One round in gloo, where its all-gather goes around the ranks.
+                dist.all_to_all_single(rows, values.repeat(self.world_size), group=self.group)
+            else:
+                all_gather_flat(rows, values, group=self.group)
         return rows.view(self.world_size, -1)
 
     def gather_objects(self, value: Any, caller: str) -> list[Any]:
