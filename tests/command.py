@@ -7,6 +7,7 @@ working directory, process sessions, output, signals, exit codes. Cold: the inte
 
 import contextlib
 import ctypes
+import importlib
 import multiprocessing.connection
 import os
 import pickle
@@ -28,6 +29,8 @@ import harness
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
+PROGRAMS = ("shardlight.cli", "shardlight.framework.bench.worker")
+"""Modules that are forked instead of started; each has a `main`."""
 SUBREAPER, DIE_WITH_PARENT = 36, 1  # of prctl
 ENDING_S = 1.0  # for processes that are about to end when the command has ended
 
@@ -168,14 +171,19 @@ def _command(arguments: list[str], cold: bool) -> None:
     _main(arguments)
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments: list[str], module: str = PROGRAMS[0]) -> None:
     sys.argv = ["shardlight", *arguments]
-    from shardlight import cli
-
-    cli.main()
+    importlib.import_module(module).main()
 
 
-def _fork(body, env: Mapping[str, str], cwd: str | None = None, out: int | None = None, session: bool = False) -> int:
+def _fork(
+    body,
+    env: Mapping[str, str],
+    cwd: str | None = None,
+    out: int | None = None,
+    session: bool = False,
+    pass_fds: Sequence[int] = (),
+) -> int:
     """Forks a child that runs `body` as a program of its own; returns the child's id."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -196,6 +204,8 @@ def _fork(body, env: Mapping[str, str], cwd: str | None = None, out: int | None 
         os.environ.update(env)
         for number in (1, 2) if out is not None else ():
             os.dup2(out, number)
+        for number in pass_fds:
+            os.set_inheritable(number, True)
         _reset_as_exec_would()
         body()
         code = 0
@@ -222,16 +232,18 @@ def _reset_as_exec_would() -> None:
 
 def popen(command: Sequence[str], **options):
     """A worker is forked, with the modules it would import; any other program is started as ever."""
-    return ForkedPopen(command, **options) if "shardlight.cli" in command else subprocess.Popen(command, **options)
+    forked = any(program in command for program in PROGRAMS)
+    return ForkedPopen(command, **options) if forked else subprocess.Popen(command, **options)
 
 
 class ForkedPopen:
     """What the launcher needs of subprocess.Popen, for a worker forked from this process."""
 
     def __init__(self, command, env, stdin=None, stdout=None, stderr=None, start_new_session=False, pass_fds=()):
-        arguments = list(command[command.index("shardlight.cli") + 1 :])
+        (module,) = [program for program in PROGRAMS if program in command]
+        arguments = list(command[command.index(module) + 1 :])
         out = None if stdout is None else os.dup(stdout.fileno())
-        self.pid = _fork(lambda: _main(arguments), env, out=out, session=start_new_session)
+        self.pid = _fork(lambda: _main(arguments, module), env, None, out, start_new_session, pass_fds)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

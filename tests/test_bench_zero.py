@@ -26,7 +26,7 @@ preload("shardlight.framework.bench.contenders.together")
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The command's outcome, and its result."""
+    """The command's outcome, and its result; its ranks are forked, not started."""
     folder = tmp_path_factory.mktemp("bench")
     line = ["bench", "zero", "--quick", "--strict", "--json", "result.json"]
     outcome = run_command(line, folder, timeout_s=400)
@@ -38,7 +38,6 @@ def figures(result, metrics):
     return {(row.who, row.metric): row.value for row in result.rows if row.who in OURS and row.metric in metrics}
 
 
-@pytest.mark.long
 def test_quick_measures_ours_beside_ddp_and_one_process(quick):
     outcome, result = quick
     assert {"single", "ddp", *OURS} == {row.who for row in result.rows if " rank " not in row.who}
@@ -49,7 +48,6 @@ def test_quick_measures_ours_beside_ddp_and_one_process(quick):
     assert outcome.left_running == ()
 
 
-@pytest.mark.long
 def test_its_exit_code_tells_whether_all_bars_hold(quick):
     outcome, result = quick
     short = [bar.name for bar in result.bars if bar.holds is False]
@@ -57,14 +55,12 @@ def test_its_exit_code_tells_whether_all_bars_hold(quick):
     assert len([line for line in outcome.output.splitlines() if "FALLS SHORT" in line]) == len(short)
 
 
-@pytest.mark.long
 def test_every_contender_has_the_losses_of_one_process(quick):
     _, result = quick
     for who in ("ddp", *OURS):
         assert 0 <= result.value(who, "loss_difference") < 1e-5, who
 
 
-@pytest.mark.long
 def test_bytes_and_collectives_are_those_of_the_baseline(quick):
     now, before = figures(quick[1], EXACT), figures(read(BASELINE), EXACT)
     assert len(before) == len(OURS) * len(EXACT)
@@ -73,7 +69,6 @@ def test_bytes_and_collectives_are_those_of_the_baseline(quick):
         assert now[who, "collectives"] == now[who, "engine_collectives"], "the engine and PyTorch count alike"
 
 
-@pytest.mark.long
 def test_python_calls_are_within_5_percent_of_the_baseline(quick):
     before = read(BASELINE)
     for name in ("python", "torch", "lightning"):
