@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from shardlight.ops.bits import bits, same_bits
 from shardlight.ops.sums import CHUNK
-from shardlight.strategies.engine.collectives import Ranks
+from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
 from shardlight.strategies.engine.dtypes import master_dtype
@@ -61,7 +61,6 @@ class FlatBuffer:
     ) -> None:
         self.name = name
         self.plan = plan
-        self.reduce_policy = reduce
         self.ranks = ranks
         self.collectives = collectives = ranks.shard
         self.params: list[nn.Parameter] = [p for _, p in params]
@@ -89,12 +88,23 @@ class FlatBuffer:
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nans: list[Tensor] = [nan.expand(s.shape) for s in self.layout.slots]
 
+        self._transfer: Transfer | None = None
+        """A gather, or a publication, that is under way."""
+        self._reduction: Transfer | None = None
         self._keeps_full_grad = (not plan.shard_gradients or reduce == "window") and not (
             self.mastered and plan.shard_optimizer
         )
+        self._in_place = reduce == "window" and self._keeps_full_grad
+        """Reduced at the end of the window where it was written: one buffer serves as `local` and `full_grad`."""
         self.full_grad: Tensor | None = None
         self.grad: Tensor | None = None
         self.local: Tensor | None = None
+        self.pages = collectives.pages
+        self._taken: Tensor | None = None
+        """The memory that `local` is in, if it is to be given back."""
+        self._sent: Tensor | None = None
+        """The same of a reduction that is under way."""
+        self._gaps: list[tuple[int, int]] = self.layout.gaps()
         self.touched: set[int] = set()
         """Slots with a contribution in `local`."""
         self.reduced = False
@@ -132,18 +142,33 @@ class FlatBuffer:
 
     def gather(self) -> None:
         """Fills `full` from the shards of all ranks and makes every parameter a view of it. Collective."""
+        self.start_gather()
+        self.finish_gather()
+
+    def start_gather(self) -> None:
+        """Starts to fill `full`, which is not to be used before `finish_gather`."""
         self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-        self._spread(f"gather {self.name}")
+        self._transfer = self._start_spread(f"gather {self.name}")
+
+    def finish_gather(self) -> None:
+        """Returns when `full` is filled, with every parameter a view of it."""
+        self._end_transfer()
         if not self.gathered:
             self._attach(self.views)
             self.gathered = True
 
-    def _spread(self, caller: str) -> None:
+    def _end_transfer(self) -> None:
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            transfer.wait()
+
+    def _start_spread(self, caller: str) -> Transfer | None:
         if self.mastered:
             self.full[self._span].copy_(self.home)
-        if self.plan.shard_optimizer:
-            mine = self.full[self._own] if self.mastered else self.shard
-            self.collectives.all_gather(self.full, mine, caller)
+        if not self.plan.shard_optimizer:
+            return None
+        mine = self.full[self._own] if self.mastered else self.shard
+        return self.collectives.start_all_gather(self.full, mine, caller)
 
     def _attach(self, views: list[Tensor]) -> None:
         kind = self._kind if views is self.views else None
@@ -213,16 +238,21 @@ class FlatBuffer:
         assert self.wide is not None
         return [self.slice(i, self.wide) for i in range(len(self.params))]
 
-    def publish(self) -> None:
-        """After a step: every rank's updated shard becomes everyone's parameters. Collective."""
+    def start_publish(self) -> None:
+        """After a step: every rank's updated shard becomes everyone's parameters, by `finish_publish`. Collective."""
         if not self.plan.shard_parameters:
-            self._spread(f"publish {self.name}")
+            self._transfer = self._start_spread(f"publish {self.name}")
+
+    def finish_publish(self) -> None:
+        """Returns when the parameters are up to date."""
+        self._end_transfer()
 
     def shards_changed(self) -> None:
         """After `shard` was written on every rank: it becomes everyone's parameters. Collective."""
         if not self.plan.shard_optimizer:
             self.collectives.all_gather(self.home, self.shard, f"publish {self.name}")
-        self.publish()
+        self.start_publish()
+        self.finish_publish()
 
     def write_back(self, narrow: bool = True) -> None:
         """Takes changes made to the gathered parameters into this rank's authoritative weights.
@@ -264,28 +294,49 @@ class FlatBuffer:
     # --- gradients
 
     def add_gradient(self, slot: int, gradient: Tensor) -> None:
-        """Adds a parameter's local gradient to `local`."""
+        """Adds a parameter's local gradient to `local`; it may become `local` itself."""
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
         if self.local is None:
+            if self._may_become_local(gradient):
+                self.local = gradient.view(-1)
+                self.touched.add(slot)
+                return
             self.local = self._open_local()
         s = self.layout.slots[slot]
         if self.local.dtype != self.home_dtype and (slot in self.touched or gradient.dtype != self.local.dtype):
             # One contribution is kept as it came; sums are of full precision.
-            self.local = self.local.to(self.home_dtype)
+            self._widen_local()
         target = self.local[s.start : s.stop].view(s.shape)
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
         if slot in self.touched:
             target.add_(gradient)
         else:
             target.copy_(gradient)
             self.touched.add(slot)
 
+    def _may_become_local(self, gradient: Tensor) -> bool:
+        """Whether `local` would be a copy of it: embeddings and heads, which are the largest buffers there are."""
+        fits = gradient.numel() == self.layout.numel and gradient.dtype == self.dtype
+        return fits and not self._in_place and gradient.is_contiguous() and not gradient.requires_grad
+
     def _open_local(self) -> Tensor:
-        if self.reduce_policy == "window" and self._keeps_full_grad:
-            # Reduced in place at the end of the window, so one buffer serves as `local` and `full_grad`.
+        if self._in_place:
             self._keep()
             return self._open_full_grad()
-        return self._zeros(self.dtype)
+        self._taken = self.pages.take(self.layout.numel, self.dtype)
+        return self._taken
+
+    def _widen_local(self) -> None:
+        assert self.local is not None
+        wide = self.pages.take(self.layout.numel, self.home_dtype)
+        wide.copy_(self.local)
+        self._drop_local()
+        self.local = self._taken = wide
+
+    def _drop_local(self) -> None:
+        if self._taken is not None:
+            self.pages.give(self._taken)
+        self.local = self._taken = None
 
     def _keep(self) -> None:
         """Puts carried gradients aside, before `grad` is written for the first time in a window."""
@@ -297,12 +348,9 @@ class FlatBuffer:
                 if there is not None and here is not None:
                     here.copy_(there)
 
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
-
     def _open_full_grad(self) -> Tensor:
         if self.full_grad is None:
-            self.full_grad = self._zeros(self.home_dtype)
+            self.full_grad = torch.zeros(self.layout.numel, dtype=self.home_dtype, device=self.device)
             self.grad = self.full_grad[self._own]
         return self.full_grad
 
@@ -315,32 +363,37 @@ class FlatBuffer:
         assert self.grad is not None
         return self.grad
 
-    def reduce(self, contribute: bool, several: bool = False) -> None:
-        """Adds the sum of all ranks' `local` to `grad`, and empties `local`. Collective.
+    def start_reduce(self, contribute: bool, several: bool = False) -> None:
+        """Starts to add the sum of all ranks' `local` to `grad`, and gives `local` away. Collective.
 
         Args:
             contribute: False: this rank takes part with zeros and keeps its `local`, which is not complete yet.
             several: some rank's `local` is a sum that has more precision than one contribution; equal on all ranks.
         """
         grad = self._open_grad()
-        caller = f"reduce {self.name}"
-        if self.reduce_policy == "window" and self._keeps_full_grad:
-            local = self._open_local()
-            self._clear_untouched(local)
-            self.collectives.reduce_scatter(self._to_send(local, several), grad, caller)
-            self.touched.clear()
-            self.local = None
+        self._keep()
+        if self._in_place or (contribute and self.local is not None):
+            local = self.local if self.local is not None else self._open_local()
+            self._clear_unwritten(local)
         else:
-            self._keep()
-            local = self.local if contribute and self.local is not None else self._zeros(self.dtype)
-            target = torch.empty_like(grad) if self.reduced else grad
-            self.collectives.reduce_scatter(self._to_send(local, several), target, caller)
-            if self.reduced:
-                grad += target
-            if contribute:
-                self.touched.clear()
-                self.local = None
+            local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        add = self.reduced and not self._in_place
+        sent = self._to_send(local, several)
+        self._reduction = self.collectives.start_reduce_scatter(sent, grad, f"reduce {self.name}", add)
+        if contribute:
+            self.touched.clear()
+            # Its memory is free when it is sent.
+            self._sent, self.local, self._taken = self._taken, None, None
         self.reduced = True
+
+    def finish_reduce(self) -> None:
+        """Returns when the sum is in `grad`."""
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.wait()
+        if self._sent is not None:
+            self.pages.give(self._sent)
+            self._sent = None
 
     def _to_send(self, local: Tensor, several: bool) -> Tensor:
         if self.collectives.world_size == 1 or local.is_complex():
@@ -352,11 +405,14 @@ class FlatBuffer:
         """Whether `local` has more precision than one contribution."""
         return self.local is not None and self.local.dtype != self.dtype
 
-    def _clear_untouched(self, local: Tensor) -> None:
-        # The buffer is kept between windows: what nobody wrote in this one must not carry over.
-        for index, s in enumerate(self.layout.slots):
-            if index not in self.touched:
-                local[s.start : s.stop].zero_()
+    def _clear_unwritten(self, local: Tensor) -> None:
+        # The memory was used before: what nobody wrote in this window must not carry over, and padding is zero.
+        for start, stop in self._gaps:
+            local[start:stop].zero_()
+        if len(self.touched) < len(self.layout.slots):
+            for index, s in enumerate(self.layout.slots):
+                if index not in self.touched:
+                    local[s.start : s.stop].zero_()
 
     def finish(self, scale: float) -> None:
         """Ends the window: sums become means; replicated gradients come to every rank. Collective."""
@@ -384,7 +440,8 @@ class FlatBuffer:
     def open_window(self, carried: set[int]) -> None:
         """Forgets the gradients of the last window but for the `carried` slots; the memory is kept for this one."""
         self.touched.clear()
-        self.local = self._kept = None
+        self._drop_local()
+        self._kept = None
         self.reduced = False
         self.carried = carried
 
@@ -397,10 +454,7 @@ class FlatBuffer:
         """Forgets the gradient of one parameter within a window."""
         self.touched.discard(slot)
         self.carried.discard(slot)
-        s = self.layout.slots[slot]
-        # Where `local` is `full_grad`, what was not touched is cleared before it is reduced.
-        if self.local is not None and self.local is not self.full_grad:
-            self.local[s.start : s.stop].zero_()
+        # In `local` what was not touched is cleared before it is reduced.
         for flat in (self._kept, self.grad if self.reduced else None):
             part = None if flat is None else self.piece_of_shard(slot, flat)
             if part is not None:

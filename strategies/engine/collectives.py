@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from shardlight.ops.sums import real_view, sum_in_rank_order
+from shardlight.strategies.engine.pages import Pages
 from shardlight.strategies.errors import CollectiveError
 from torch import Tensor
 
@@ -95,8 +96,7 @@ class Collectives:
         self._direct: bool = self.device.type == "cpu"
         """Large tensors go straight from rank to rank."""
         self._peers: list[int] = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
-        self._staging: list[Tensor] = []
-        """Memory that pieces arrived in, to be used again."""
+        self.pages: Pages = Pages(self.device) if together is None else together.pages
 
     @property
     def bytes_sent(self) -> int:
@@ -186,9 +186,8 @@ class Collectives:
         length = max(1, min(numel, PIECE_BYTES // (parts[0].element_size() * len(self._peers))))
         pieces = [slice(first, min(first + length, numel)) for first in range(0, numel, length)]
         # Two sets of pieces take turns: one arrives while the other is added up.
-        size = min(2, len(pieces)) * len(self._peers) * length * parts[0].element_size()
-        staging = self._take_staging(size)
-        landings = staging[:size].view(parts[0].dtype).view(-1, len(self._peers), length)
+        staging = self.pages.take(min(2, len(pieces)) * len(self._peers) * length, parts[0].dtype)
+        landings = staging.view(-1, len(self._peers), length)
 
         def receive(number: int) -> tuple[list[Tensor], list[Any]]:
             piece = pieces[number]
@@ -208,14 +207,7 @@ class Collectives:
             if number + len(landings) < len(pieces):
                 with self._named(caller):
                     under_way[number % len(landings)] = receive(number + len(landings))
-        self._staging.append(staging)
-
-    def _take_staging(self, nbytes: int) -> Tensor:
-        """Returns at least `nbytes` of memory, used before where there is any: fresh pages cost as much as sending."""
-        found = self._staging.pop() if self._staging else None
-        if found is None or found.numel() < nbytes:
-            found = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return found
+        self.pages.give(staging)
 
     def _swap(self, exchanges: list[tuple[int, Tensor, Tensor]]) -> list[Any]:
         """Starts to receive from, and send to, each peer. Args: exchanges: (peer, to receive into, to send)."""

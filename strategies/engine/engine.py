@@ -27,7 +27,8 @@ from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
-from shardlight.strategies.engine.gradients import REDUCE_SUMS, Gradients
+from shardlight.strategies.engine.gradients import Gradients
+from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.raw_step import RawStep
@@ -37,7 +38,7 @@ from shardlight.strategies.engine.sharded_gradient import ShardedGradient
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
 from shardlight.strategies.engine.units import UnitTable
-from shardlight.strategies.engine.weights import GATHER, GATHER_HOME, NEEDS, Weights
+from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
@@ -81,7 +82,9 @@ class Engine:
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
         self.ranks = Ranks(group if isinstance(group, EngineGroups) else EngineGroups(group), device)
         self.collectives = self.ranks.world
-        self.agreement = Agreement(self.collectives, self._serve)
+        self.agreement = Agreement(self.collectives, self)
+        self._had: dict[int, bool] = {}
+        """By unit that is being gathered: whether this rank had it gathered already."""
         with torch.no_grad():
             materialise_buffers(model)
             self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes)
@@ -152,19 +155,40 @@ class Engine:
         """See Weights.on_copy_use."""
         self.weights.on_copy_use(parameter)
 
-    def _serve(self, code: int, own: bool) -> None:
-        unit, kind = self.table.units[code // NEEDS], code % NEEDS
+    # --- the collectives that ranks agree on: see Server
+
+    def start(self, code: int) -> None:
+        """Starts the collective that a need stands for."""
+        unit, kind = self.table.units[unit_of(code)], kind_of(code)
         with torch.no_grad():
-            if kind == GATHER_HOME:
-                unit.gather_home(own)
-            elif kind == GATHER:
-                had = unit.gathered
-                unit.gather()
-                if not own and not had:
-                    # For others: a rank that waits for them must not end up with the whole model.
+            if kind == Need.GATHER:
+                self._had[unit.index] = unit.gathered
+                unit.start_gather()
+            elif kind != Need.GATHER_HOME:
+                self.gradients.start_reduce(unit, kind == Need.REDUCE_SUMS)
+
+    def finish(self, code: int, own: bool) -> None:
+        """Returns when the collective is done; what this rank gathered for others alone is released."""
+        unit, kind = self.table.units[unit_of(code)], kind_of(code)
+        with torch.no_grad():
+            if kind == Need.GATHER:
+                unit.finish_gather()
+                if not own and not self._had[unit.index]:
+                    # A rank that waits for others must not end up with the whole model.
                     unit.release()
+            elif kind == Need.GATHER_HOME:
+                unit.gather_home(own)
             else:
-                self.gradients.reduce(unit, kind == REDUCE_SUMS)
+                unit.finish_reduce()
+
+    def can_prefetch(self, code: int) -> bool:
+        """See Server.can_prefetch."""
+        unit = self.table.units[unit_of(code)]
+        return not unit.arriving and not any(b.gathered for b in unit.buffers)
+
+    def size(self, code: int) -> int:
+        """See Server.size."""
+        return self.table.units[unit_of(code)].nbytes
 
     # --- the step
 
@@ -303,9 +327,11 @@ class Engine:
         """Makes the weights that this rank has updated everyone's. Collective."""
         numbers = self.local_parameters.numbers_of(optimizer)
         with torch.no_grad():
-            for buffer in self.buffers:
-                if any(self.table.number[p] in numbers for p in buffer.params):
-                    buffer.publish()
+            buffers = [b for b in self.buffers if any(self.table.number[p] in numbers for p in b.params)]
+            for buffer in buffers:
+                buffer.start_publish()
+            for buffer in buffers:
+                buffer.finish_publish()
         # Tells autograd that the weights changed: a backward through an older forward is an error, as it always is.
         if self.plan.shard_optimizer:
             torch.autograd.graph.increment_version(tuple(used))

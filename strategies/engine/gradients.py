@@ -8,17 +8,15 @@ from weakref import ref
 import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient, stand_in
 from shardlight.strategies.engine.unit import Unit
 from shardlight.strategies.engine.units import UnitTable
-from shardlight.strategies.engine.weights import NEEDS, Weights
+from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, Window
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
-
-REDUCE, REDUCE_SUMS = 1, 3
-"""Kinds of needs, see weights.py: to reduce a unit, in the dtype of single contributions or in that of their sums."""
 
 
 class Gradients:
@@ -85,11 +83,11 @@ class Gradients:
                 unit.release()
 
     def _need_reduction(self, unit: Unit) -> None:
-        kind = REDUCE_SUMS if any(b.holds_a_sum() for b in unit.buffers) else REDUCE
-        self._agreement.need(NEEDS * unit.index + kind, f"reduce {unit.name}")
+        kind = Need.REDUCE_SUMS if any(b.holds_a_sum() for b in unit.buffers) else Need.REDUCE
+        self._agreement.need(kind.of(unit.index), f"reduce {unit.name}")
 
-    def reduce(self, unit: Unit, sums: bool) -> None:
-        """Reduces a unit's local gradients. Collective.
+    def start_reduce(self, unit: Unit, sums: bool) -> None:
+        """Starts to reduce a unit's local gradients. Collective.
 
         Args:
             sums: in the dtype of sums; equal on all ranks.
@@ -100,7 +98,7 @@ class Gradients:
             if buffer.trainable():
                 if complete:
                     self._count(buffer)
-                buffer.reduce(complete, sums)
+                buffer.start_reduce(complete, sums)
 
     def _count(self, buffer: FlatBuffer) -> None:
         for slot in buffer.touched:
@@ -150,7 +148,7 @@ class Gradients:
         self.table.refresh()
         self._running = True
         try:
-            with self._weights.forward():
+            with self._weights.forward("backward"):
                 yield
                 self._end_backward()
         finally:
@@ -168,6 +166,7 @@ class Gradients:
 
     def open_window(self, carried: frozenset[int] = frozenset()) -> None:
         """Starts a new accumulation window; gradients of the last are dropped, but for the `carried` ones."""
+        self._agreement.settle()
         self.window = Window(carried=set(carried))
         for unit in self.table.units:
             unit.fired.clear()
@@ -228,17 +227,25 @@ class Gradients:
         scale = self.window.factor / self.window.total_weight if self.window.total_weight else 0.0
         scale /= self.window.loss_scale or 1.0
         with torch.no_grad():
-            for buffer, written_by_any in zip(self.table.buffers, self.window.written, strict=True):
-                if not written_by_any:
-                    continue
-                if self.table.reduce == "window":
-                    self._count(buffer)
-                    buffer.reduce(True, several)
+            written = [b for b, by_any in zip(self.table.buffers, self.window.written, strict=True) if by_any]
+            if self.table.reduce == "window":
+                self._reduce_window(written, several)
+            for buffer in written:
                 buffer.finish(scale)
             self.window.check_complete(self.table.names)
             self.show()
             if buffers_changed:
                 self._replicas.synchronise()
+
+    def _reduce_window(self, buffers: list[FlatBuffer], several: bool) -> None:
+        # Each is under way while the one before is added up.
+        for number, buffer in enumerate(buffers):
+            self._count(buffer)
+            buffer.start_reduce(True, several)
+            if number:
+                buffers[number - 1].finish_reduce()
+        if buffers:
+            buffers[-1].finish_reduce()
 
     def show(self) -> None:
         """Makes every final gradient visible as `p.grad`."""

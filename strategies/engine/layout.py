@@ -70,6 +70,12 @@ class FlatLayout:
         """Returns the elements [start, stop) of the buffer that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Returns the ranges of the buffer that belong to no parameter."""
+        ends = [0, *(s.stop for s in self.slots)]
+        starts = [*(s.start for s in self.slots), self.numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def pieces(self, rank: int) -> Iterator[Piece]:
         """Yields what `rank` owns of each parameter, in the order of the buffer; leaves out what it has no part of."""
         low, high = self.shard_range(rank)

@@ -74,6 +74,9 @@ class Unit:
         """By id: the parameters, whose references to the storage are the engine's own."""
         self.saved: Counter[int] = Counter()
         """By id: the tensors that some `SavedWeight` holds, and how many do; each is one reference to the storage."""
+        self.arriving = False
+        """A gather is under way."""
+        self.nbytes: int = sum(b.layout.numel * b.dtype.itemsize for b in buffers)
         self.pinned = 0
         """How many `gathered` contexts hold the unit."""
         self.fired: set[nn.Parameter] = set()
@@ -113,10 +116,22 @@ class Unit:
         """Whether nothing more is to come in this backward, once the last gradient of its own has arrived."""
         return not self.frozen or (not self.careful and self.awaiting <= 0)
 
-    def gather(self) -> None:
-        """Collective; see FlatBuffer.gather."""
+    def start_gather(self) -> None:
+        """Collective; see FlatBuffer.start_gather."""
+        self.arriving = True
         for buffer in self.buffers:
-            buffer.gather()
+            buffer.start_gather()
+
+    def finish_gather(self) -> None:
+        """See FlatBuffer.finish_gather."""
+        for buffer in self.buffers:
+            buffer.finish_gather()
+        self.arriving = False
+
+    def finish_reduce(self) -> None:
+        """See FlatBuffer.finish_reduce."""
+        for buffer in self.buffers:
+            buffer.finish_reduce()
 
     def show_home(self, gathered: bool) -> None:
         """Collective; see FlatBuffer.show_home."""

@@ -6,17 +6,13 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.agreement import Agreement
+from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
 from shardlight.strategies.engine.released import ReleasedParameter
 from shardlight.strategies.engine.unit import SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
-
-GATHER, GATHER_HOME = 0, 2
-"""Codes of needs are NEEDS * i + KIND for unit i; those of reductions are in gradients.py."""
-NEEDS = 4
-
 
 _WHY_NOT_COMPILED = (
     "shardlight gathers sharded weights here, which is not compiled: leave fullgraph out, or compile the blocks alone "
@@ -102,7 +98,7 @@ class Weights:
     def on_copy_use(self, parameter: nn.Parameter) -> None:
         """Called when more than the 16-bit copy of a parameter's weights is wanted; see [Note: copies]."""
         unit, _, _ = self.table.place[parameter]
-        self._agreement.need(NEEDS * unit.index + GATHER_HOME, f"weights of {unit.name}")
+        self._agreement.need(Need.GATHER_HOME.of(unit.index), f"weights of {unit.name}")
         self._wide.add(unit)
 
     def end_copy_uses(self) -> None:
@@ -138,7 +134,7 @@ class Weights:
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
-            self._agreement.need(NEEDS * unit.index + GATHER, f"gather {unit.name}")
+            self._agreement.need(Need.GATHER.of(unit.index), f"gather {unit.name}")
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._guards and isinstance(tensor, nn.Parameter):
@@ -200,13 +196,18 @@ class Weights:
         )
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around every use of the model: weights are gathered as they are used, and released at the end."""
+    def forward(self, kind: str = "forward") -> Iterator[None]:
+        """Around every use of the model: weights are gathered as they are used, and released at the end.
+
+        Args:
+            kind: what goes over the model, for [Note: recorded order].
+        """
         save = (self.table.plan.shard_parameters or self._guards) and torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
         if not self.running:
             self.end_copy_uses()
             self.table.refresh()
+            self._agreement.begin_pass(f"{kind} with gradients" if torch.is_grad_enabled() else kind)
         self.running += 1
         failed = True
         try:

@@ -1,0 +1,34 @@
+"""Memory that is used again: the pages of a fresh buffer cost as much as filling it (2 to 3 times a copy, measured)."""
+
+import torch
+from torch import Tensor
+
+KEPT_BYTES = 64 << 20
+"""What is kept for later at most."""
+
+
+class Pages:
+    """Blocks of memory that come and go with units. On CUDA the allocator does this, and nothing is kept here."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns (numel,) of anything, on memory that was used before where there is some of about that size."""
+        nbytes = numel * dtype.itemsize
+        fit = [b for b in self._free if nbytes <= b.numel() <= 2 * nbytes]
+        if not fit:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).view(dtype)
+        found = min(fit, key=Tensor.numel)
+        self._free = [b for b in self._free if b is not found]
+        return found[:nbytes].view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Takes back what `take` returned; the caller has no further use for it."""
+        if self.device.type != "cpu":
+            return
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        self._free.append(whole)
+        while sum(b.numel() for b in self._free) > KEPT_BYTES:
+            self._free.pop(0)
