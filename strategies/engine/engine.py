@@ -95,7 +95,7 @@ class Engine:
             model, blocks, self.weights.saving, self.weights.gather_module if plan.shard_parameters else None
         )
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
-        self.local_parameters = LocalParameters(self.table.place, plan)
+        self.local_parameters = LocalParameters(self.table)
         self.stepping = False
         """`step` is under way."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -159,27 +159,31 @@ class Engine:
 
     def start(self, code: int) -> None:
         """Starts the collective that a need stands for."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.start(code)
         unit, kind = self.table.units[unit_of(code)], kind_of(code)
-        with torch.no_grad():
-            if kind == Need.GATHER:
-                self._had[unit.index] = unit.gathered
-                unit.start_gather()
-            elif kind != Need.GATHER_HOME:
-                self.gradients.start_reduce(unit, kind == Need.REDUCE_SUMS)
+        if kind is Need.GATHER:
+            self._had[unit.index] = unit.gathered
+            unit.start_gather()
+        elif kind is not Need.GATHER_HOME:
+            self.gradients.start_reduce(unit, kind is Need.REDUCE_SUMS)
 
     def finish(self, code: int, own: bool) -> None:
         """Returns when the collective is done; what this rank gathered for others alone is released."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.finish(code, own)
         unit, kind = self.table.units[unit_of(code)], kind_of(code)
-        with torch.no_grad():
-            if kind == Need.GATHER:
-                unit.finish_gather()
-                if not own and not self._had[unit.index]:
-                    # A rank that waits for others must not end up with the whole model.
-                    unit.release()
-            elif kind == Need.GATHER_HOME:
-                unit.gather_home(own)
-            else:
-                unit.finish_reduce()
+        if kind is Need.GATHER:
+            unit.finish_gather()
+            if not own and not self._had[unit.index]:
+                # A rank that waits for others must not end up with the whole model.
+                unit.release()
+        elif kind is Need.GATHER_HOME:
+            unit.gather_home(own)
+        else:
+            unit.finish_reduce()
 
     def can_prefetch(self, code: int) -> bool:
         """See Server.can_prefetch."""
@@ -253,7 +257,7 @@ class Engine:
         for number in sorted(numbers):
             if self.window.used[number]:
                 parameter = self.table.parameters[number]
-                gradient = self.local_parameters.gradient(parameter)
+                gradient = self.local_parameters.gradient(number)
                 if gradient is not None:
                     yield gradient
                 if self.plan.shard_optimizer:
@@ -265,11 +269,9 @@ class Engine:
 
     def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
         """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
-        flats, first = [], 0
-        for buffer in self.buffers:
-            if any(self.window.used[first : first + len(buffer.params)]):
-                flats.append(buffer.grad if self.plan.shard_optimizer else buffer.full_grad)
-            first += len(buffer.params)
+        used = self.window.used
+        held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
+        flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
         finite = all(bool(torch.isfinite(torch.stack(real_view(f).aminmax())).all()) for f in flats if f is not None)
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
@@ -277,7 +279,7 @@ class Engine:
             return []
         mine = []
         for number in sorted(numbers):
-            gradient = self.local_parameters.gradient(self.table.parameters[number])
+            gradient = self.local_parameters.gradient(number)
             if self.window.used[number] and gradient is not None and not torch.isfinite(gradient).all():
                 mine.append(self.table.names[number])
         everyone = self.collectives.gather_objects(mine, "finite gradients")
@@ -307,8 +309,8 @@ class Engine:
         self.window.stepped = not keep_gradients
         return StepResult.STEPPED
 
-    def prepare_step(self, optimizer: Optimizer) -> list[nn.Parameter] | StepResult:
-        """Returns the optimizer's parameters that have a gradient, or why there is no step."""
+    def prepare_step(self, optimizer: Optimizer) -> list[int] | StepResult:
+        """Returns the numbers of the optimizer's parameters that have a gradient, or why there is no step."""
         self.close_window()
         self.gradients.adopt()
         self.weights.release_for_step()
@@ -321,20 +323,20 @@ class Engine:
             self.window.not_finite = self._find_not_finite(numbers)
         if self.window.not_finite:
             return StepResult.NOT_FINITE
-        return [self.table.parameters[n] for n in sorted(numbers) if self.window.used[n]]
+        return [n for n in sorted(numbers) if self.window.used[n]]
 
-    def finish_step(self, optimizer: Optimizer, used: list[nn.Parameter]) -> None:
+    def finish_step(self, optimizer: Optimizer, used: list[int]) -> None:
         """Makes the weights that this rank has updated everyone's. Collective."""
         numbers = self.local_parameters.numbers_of(optimizer)
         with torch.no_grad():
-            buffers = [b for b in self.buffers if any(self.table.number[p] in numbers for p in b.params)]
+            buffers = [b for b in self.buffers if not numbers.isdisjoint(b.numbers)]
             for buffer in buffers:
                 buffer.start_publish()
             for buffer in buffers:
                 buffer.finish_publish()
         # Tells autograd that the weights changed: a backward through an older forward is an error, as it always is.
         if self.plan.shard_optimizer:
-            torch.autograd.graph.increment_version(tuple(used))
+            torch.autograd.graph.increment_version([self.table.parameters[n] for n in used])
         # Full gradients that hooks looked at are not kept.
         self.gradients.show()
 

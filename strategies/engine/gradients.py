@@ -45,36 +45,39 @@ class Gradients:
                     frozen = not parameter.requires_grad
                     # Also frozen ones: they may be set free later, and a hook needs requires_grad when it is made.
                     parameter.requires_grad_(True)
-                    hook = self._gradient_hook(unit, buffer, slot)
+                    hook = self._gradient_hook(buffer.numbers[slot])
                     self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
                     parameter.requires_grad_(not frozen)
 
-    def _gradient_hook(self, unit: Unit, buffer: FlatBuffer, slot: int) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         """Returns what is called when a parameter's gradient has arrived.
 
         [Note: weak hooks] Python's collector does not see what a gradient hook refers to. One that held the engine
         would keep it, the parameters and their hooks for ever; the parameter itself holds the engine.
         """
-        weak = ref(self), ref(unit), ref(buffer)
+        weak = ref(self)
 
         def arrived(parameter: Tensor) -> None:
-            gradients, its_unit, its_buffer = (r() for r in weak)
-            if gradients is not None and its_unit is not None and its_buffer is not None:
-                gradients._arrived(parameter, its_unit, its_buffer, slot)
+            gradients = weak()
+            if gradients is not None:
+                gradients._arrived(parameter, number)
 
         return arrived
 
-    def _arrived(self, parameter: Tensor, unit: Unit, buffer: FlatBuffer, slot: int) -> None:
+    def _arrived(self, parameter: Tensor, number: int) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._arrived(parameter, number)
         gradient = parameter.grad
         parameter.grad = None
         if gradient is None:
             return
+        unit, buffer, slot = self.table.places[number]
         if not self._running:
             raise GradientError(RAW.format(what=f"a gradient of '{buffer.layout.slots[slot].name}' arrived"))
-        self.window.arrive(self.table.number[buffer.params[slot]])
-        with torch.no_grad():
-            buffer.add_gradient(slot, gradient)
-        unit.fired.add(parameter)
+        self.window.arrive(number)
+        buffer.add_gradient(slot, gradient)
+        unit.fired.add(number)
         if len(unit.fired) >= unit.expected:
             unit.fired.clear()
             if self.table.reduce == "micro_batch":
@@ -102,7 +105,7 @@ class Gradients:
 
     def _count(self, buffer: FlatBuffer) -> None:
         for slot in buffer.touched:
-            number = self.table.number[buffer.params[slot]]
+            number = buffer.numbers[slot]
             self.window.counted[number] = self.window.arrived[number]
 
     def backward(
@@ -170,12 +173,11 @@ class Gradients:
         self.window = Window(carried=set(carried))
         for unit in self.table.units:
             unit.fired.clear()
-        first = 0
         for buffer in self.table.buffers:
-            buffer.open_window({n - first for n in carried if first <= n < first + len(buffer.params)})
-            first += len(buffer.params)
-        for parameter in self.table.parameters:
-            parameter.grad = None
+            buffer.open_window({n - buffer.numbers.start for n in carried if n in buffer.numbers})
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.table.parameters:
+                parameter.grad = None
 
     def _go_on(self) -> None:
         """Starts a window that adds to the gradients that are still there; see [Note: gradients that stay]."""
@@ -190,7 +192,7 @@ class Gradients:
                 parameter = self.table.parameters[number]
                 if parameter.grad is None:
                     self.window.drop(number)
-                    _, buffer, slot = self.table.place[parameter]
+                    _, buffer, slot = self.table.places[number]
                     buffer.drop(slot)
                 elif isinstance(parameter.grad, ShardedGradient):
                     parameter.grad = None
@@ -249,14 +251,15 @@ class Gradients:
 
     def show(self) -> None:
         """Makes every final gradient visible as `p.grad`."""
-        for number, parameter in enumerate(self.table.parameters):
-            if self.window.used[number]:
-                _, buffer, slot = self.table.place[parameter]
-                if self.table.plan.shard_optimizer:
-                    parameter.grad = self._stand_ins[number]
-                else:
-                    assert buffer.full_grad is not None
-                    parameter.grad = buffer.slice(slot, buffer.full_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, parameter in enumerate(self.table.parameters):
+                if self.window.used[number]:
+                    if self.table.plan.shard_optimizer:
+                        parameter.grad = self._stand_ins[number]
+                    else:
+                        _, buffer, slot = self.table.places[number]
+                        assert buffer.full_grad is not None
+                        parameter.grad = buffer.slice(slot, buffer.full_grad)
 
     def materialise(self, parameter: nn.Parameter) -> Tensor:
         """See [Note: sharded gradients].

@@ -14,22 +14,26 @@ class Need(IntEnum):
 
     def of(self, unit: int) -> int:
         """Returns the code of this need of the unit with that index."""
-        return len(Need) * unit + self
+        return _KINDS * unit + self
+
+
+_BY_NUMBER = tuple(Need)
+_KINDS = len(_BY_NUMBER)
 
 
 def unit_of(code: int) -> int:
     """Returns the index of the unit that a code is about."""
-    return code // len(Need)
+    return code // _KINDS
 
 
 def kind_of(code: int) -> Need:
     """Returns what is needed of that unit."""
-    return Need(code % len(Need))
+    return _BY_NUMBER[code % _KINDS]
 
 
 def is_gather(code: int) -> bool:
     """Whether it can be started before it is needed: shards do not change within a step."""
-    return code % len(Need) == Need.GATHER
+    return code % _KINDS == 0
 
 
 def is_reduction(code: int) -> bool:

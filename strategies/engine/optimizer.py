@@ -5,15 +5,15 @@ which goes through `param_groups` (zero_grad, toggle_optimizer, clipping by hand
 plain PyTorch. Only while it steps do they hold this rank's parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.deferred.tensors import materialise_tensors
 from shardlight.strategies.engine.plan import StatePlan
-from shardlight.strategies.engine.unit import Unit
+from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import StrategyError
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
@@ -34,37 +34,33 @@ class LocalParameters:
     shard, or nothing for a parameter of which this rank owns no element.
     """
 
-    def __init__(self, place: dict[nn.Parameter, tuple[Unit, FlatBuffer, int]], plan: StatePlan) -> None:
-        self._place = place
-        self._number: dict[nn.Parameter, int] = {p: i for i, p in enumerate(place)}
-        self.plan = plan
-        self._local: dict[nn.Parameter, nn.Parameter | None] = {}
+    def __init__(self, table: UnitTable) -> None:
+        self._table = table
+        self.plan: StatePlan = table.plan
+        self._parts: dict[int, nn.Parameter | None] = {}
+        """By id of a parameter that another one stands in for: what the optimizer gets; made with the first step."""
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
-        if not self._stands_in(parameter):
-            return parameter
-        if parameter not in self._local:
-            _, buffer, slot = self._place[parameter]
-            sharded = self.plan.shard_optimizer
-            part = buffer.piece_of_shard(slot, buffer.shard) if sharded else buffer.slice(slot, buffer.home)
-            self._local[parameter] = None if part is None else nn.Parameter(part, requires_grad=parameter.requires_grad)
-        return self._local[parameter]
+        return self._made_parts().get(id(parameter), parameter)
 
-    def _stands_in(self, parameter: nn.Parameter) -> bool:
-        place = self._place.get(parameter)
-        return place is not None and (self.plan.shard_optimizer or place[1].mastered)
+    def _made_parts(self) -> dict[int, nn.Parameter | None]:
+        if not self._parts:
+            sharded = self.plan.shard_optimizer
+            for parameter, (_, buffer, slot) in zip(self._table.parameters, self._table.places, strict=True):
+                if sharded or buffer.mastered:
+                    part = buffer.piece_of_shard(slot, buffer.shard) if sharded else buffer.slice(slot, buffer.home)
+                    self._parts[id(parameter)] = None if part is None else nn.Parameter(part)
+        return self._parts
 
     def name(self, parameter: nn.Parameter) -> str | None:
         """Returns the parameter's name in the model, None for one that the engine does not hold."""
-        if parameter not in self._place:
-            return None
-        _, buffer, slot = self._place[parameter]
-        return buffer.layout.slots[slot].name
+        number = self._table.number_of_id.get(id(parameter))
+        return None if number is None else self._table.names[number]
 
     def span(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Returns the elements [start, stop) of the flattened parameter that this rank updates."""
-        _, buffer, slot = self._place[parameter]
+        _, buffer, slot = self._table.place[parameter]
         if not self.plan.shard_optimizer:
             s = buffer.layout.slots[slot]
             return 0, s.stop - s.start
@@ -76,7 +72,9 @@ class LocalParameters:
 
         Raises: StrategyError: it holds none of the model's parameters.
         """
-        numbers = frozenset(self._number[p] for g in optimizer.param_groups for p in g["params"] if p in self._number)
+        # Mapped in C: with some hundred parameters a loop in Python shows.
+        held = [map(self._table.number_of_id.get, map(id, group["params"])) for group in optimizer.param_groups]
+        numbers = frozenset(chain.from_iterable(held)) - {None}
         if not numbers and any(g["params"] for g in optimizer.param_groups):
             raise StrategyError(
                 f"{type(optimizer).__name__} holds no parameter of the model that {self.plan.name} trains: make it "
@@ -84,26 +82,26 @@ class LocalParameters:
             )
         return numbers
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns the final gradient of what this rank updates of `parameter`."""
-        _, buffer, slot = self._place[parameter]
+    def gradient(self, number: int) -> Tensor | None:
+        """Returns the final gradient of what this rank updates of the parameter with that number."""
+        _, buffer, slot = self._table.places[number]
         if not self.plan.shard_optimizer:
-            return parameter.grad
-        return None if buffer.grad is None else buffer.piece_of_shard(slot, buffer.grad)
+            return self._table.parameters[number].grad
+        return buffer.gradient_pieces().get(slot)
 
-    def set_gradients(self, parameters: list[nn.Parameter]) -> None:
+    def set_gradients(self, numbers: list[int]) -> None:
         """Gives the optimizer's parameters their final gradients."""
-        for parameter in parameters:
-            local = self.of(parameter)
-            if local is not None and local is not parameter:
-                local.grad = self.gradient(parameter)
+        self._set(numbers, self.gradient)
 
-    def clear_gradients(self, parameters: list[nn.Parameter]) -> None:
+    def clear_gradients(self, numbers: list[int]) -> None:
         """Takes them away again, so that the next step skips parameters without a gradient."""
-        for parameter in parameters:
-            local = self.of(parameter)
-            if local is not None and local is not parameter:
-                local.grad = None
+        self._set(numbers, lambda number: None)
+
+    def _set(self, numbers: list[int], gradient: Callable[[int], Tensor | None]) -> None:
+        parameters, parts = self._table.parameters, self._made_parts()
+        for number, local in zip(numbers, map(parts.get, map(id, map(parameters.__getitem__, numbers))), strict=True):
+            if local is not None:
+                local.grad = gradient(number)
 
     def hide_gradients(self, optimizer: Optimizer) -> None:
         """Lets an optimizer whose step is to be skipped find no gradient."""
@@ -114,22 +112,28 @@ class LocalParameters:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Context in which groups and state hold this rank's parts; see [Note: parameter groups]."""
-        groups, state = optimizer.param_groups, optimizer.state
-        shown = [list(group["params"]) for group in groups]
-        pairs = [(p, mine) for params in shown for p in params if (mine := self.of(p)) is not None]
-        for parameter, mine in pairs:
-            if mine is not parameter and parameter in state:
-                state[mine] = state.pop(parameter)
-        for group, params in zip(groups, shown, strict=True):
-            group["params"] = [mine for p in params if (mine := self.of(p)) is not None]
+        groups, state, parts = optimizer.param_groups, optimizer.state, self._made_parts()
+        shown = [group["params"] for group in groups]
+        local = [list(map(parts.get, map(id, params), params)) for params in shown]
+        back = dict(zip(map(id, chain(*local)), chain(*shown), strict=True))
+        _rename(state, parts)
+        for group, mine in zip(groups, local, strict=True):
+            group["params"] = [p for p in mine if p is not None]
         try:
             yield
         finally:
             for group, params in zip(groups, shown, strict=True):
                 group["params"] = params
-            for parameter, mine in pairs:
-                if mine is not parameter and mine in state:
-                    state[parameter] = state.pop(mine)
+            _rename(state, back)
+
+
+def _rename(state: dict[Any, Any], names: Mapping[int, Any]) -> None:
+    """Gives the entries of an optimizer's state other parameters as their keys: by id of what it is now."""
+    keys = list(state)
+    renamed = map(names.get, map(id, keys), keys)
+    moved = {old if new is None else new: held for old, new, held in zip(keys, renamed, state.values(), strict=True)}
+    state.clear()
+    state.update(moved)
 
 
 def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:

@@ -6,7 +6,6 @@ from weakref import ref
 
 import torch
 from shardlight.strategies.engine.window import StepResult
-from torch import nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ class RawStep:
     def __init__(self, engine: "Engine") -> None:
         self._engine = ref(engine)
         self._context: AbstractContextManager[None] | None = None
-        self._used: list[nn.Parameter] | StepResult = []
+        self._used: list[int] | StepResult = []
 
     def before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Runs the closure, and puts this rank's parts with their gradients in."""

@@ -134,16 +134,20 @@ _classes: dict[tuple[type, type], type] = {}
 
 def mark(parameter: nn.Parameter, kind: type[nn.Parameter] | None) -> None:
     """Puts `kind` before the own class of `parameter`, instead of what is there; None: gives it its own class."""
+    parameter.__class__ = marked_class(parameter, kind)
+
+
+def marked_class(parameter: nn.Parameter, kind: type[nn.Parameter] | None) -> type[nn.Parameter]:
+    """Returns the class that `mark` gives."""
     own = getattr(type(parameter), "_shardlight_own_class", type(parameter))
     if kind is None:
-        parameter.__class__ = own
-        return
+        return own
     marked = _classes.get((kind, own))
     if marked is None:
         bases = (kind,) if own is nn.Parameter else (kind, own)
         name = f"{kind.__name__.removesuffix('Parameter')}{own.__name__}"
         marked = _classes[kind, own] = type(name, bases, {"_shardlight_own_class": own})
-    parameter.__class__ = marked
+    return marked
 
 
 def mark_released(parameter: nn.Parameter) -> None:

@@ -1,14 +1,16 @@
 """One unit's life: gathered when it is used, released when it is not."""
 
 import time
-from collections import Counter
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
+
+_is_gathered = attrgetter("gathered")
 
 
 class SavedWeight:
@@ -21,14 +23,19 @@ class SavedWeight:
         self.tensor = tensor
         self.version: int = tensor._version
         # A view keeps what it is a view of: the parameter, or something between them such as `weight.detach()`.
-        self._held: list[Tensor] = [t for t in (tensor, tensor._base) if t is not None and id(t) not in unit.own]
-        unit.saved.update(map(id, self._held))
+        held, own, saved = [tensor, tensor._base], unit.own, unit.saved
+        self._held: list[Tensor] = [
+            t for t, n in zip(held, map(id, held), strict=True) if t is not None and n not in own
+        ]
+        for number in map(id, self._held):
+            saved[number] = saved.get(number, 0) + 1
 
     def __del__(self) -> None:
+        saved = self.unit.saved
         for number in map(id, self._held):
-            self.unit.saved[number] -= 1
-            if not self.unit.saved[number]:
-                del self.unit.saved[number]
+            saved[number] -= 1
+            if not saved[number]:
+                del saved[number]
 
 
 class SavedCast:
@@ -72,15 +79,15 @@ class Unit:
         """How many forwards of the unit's modules are running."""
         self.own: frozenset[int] = frozenset(id(p) for b in buffers for p in b.params)
         """By id: the parameters, whose references to the storage are the engine's own."""
-        self.saved: Counter[int] = Counter()
+        self.saved: dict[int, int] = {}
         """By id: the tensors that some `SavedWeight` holds, and how many do; each is one reference to the storage."""
         self.arriving = False
         """A gather is under way."""
         self.nbytes: int = sum(b.layout.numel * b.dtype.itemsize for b in buffers)
         self.pinned = 0
         """How many `gathered` contexts hold the unit."""
-        self.fired: set[nn.Parameter] = set()
-        """Parameters whose gradient arrived since the unit was last reduced."""
+        self.fired: set[int] = set()
+        """Numbers of the parameters whose gradient arrived since the unit was last reduced."""
         self.expected = 0
         """How many parameters are trainable."""
         self.frozen = False
@@ -98,7 +105,7 @@ class Unit:
     @property
     def gathered(self) -> bool:
         """Whether this rank holds the full weights."""
-        return all(b.gathered for b in self.buffers)
+        return all(map(_is_gathered, self.buffers))
 
     def refresh(self) -> None:
         """Takes note of which parameters are trainable now (`requires_grad` may change between steps)."""
@@ -155,8 +162,9 @@ class Unit:
         The transport's own threads may hold a view of the buffer for a moment after a collective has returned, so a
         surplus counts only when it lasts.
         """
-        deadline = time.monotonic() + patience_s
-        while sum(b.references() for b in self.buffers) - self._own_references > len(self.saved):
+        deadline: float | None = None
+        while sum(map(FlatBuffer.references, self.buffers)) - self._own_references > len(self.saved):
+            deadline = deadline or time.monotonic() + patience_s
             if time.monotonic() > deadline:
                 return True
             time.sleep(0.0002)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from shardlight.strategies.engine.buffer import BufferDtypes, FlatBuffer
+from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.dtypes import DtypePolicy
+from shardlight.strategies.engine.flat_weights import BufferDtypes
 from shardlight.strategies.engine.partition import UnitSpec, find_units
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
@@ -38,6 +39,16 @@ class UnitTable:
         self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
         self.names: list[str] = [s.name for b in self.buffers for s in b.layout.slots]
         self.number: dict[nn.Parameter, int] = {p: i for i, p in enumerate(self.parameters)}
+        self.number_of_id: dict[int, int] = {id(p): i for i, p in enumerate(self.parameters)}
+        """The same without a tensor's own hash, which is a Python function."""
+        self.places: list[tuple[Unit, FlatBuffer, int]] = [
+            (u, b, slot) for u in self.units for b in u.buffers for slot in range(len(b.params))
+        ]
+        """By number; see `place`."""
+        first = 0
+        for buffer in self.buffers:
+            buffer.numbers = range(first, first + len(buffer.params))
+            first += len(buffer.params)
         self.place: dict[nn.Parameter, tuple[Unit, FlatBuffer, int]] = {
             p: (u, b, slot) for u in self.units for b in u.buffers for slot, p in enumerate(b.params)
         }

@@ -20,6 +20,9 @@ _WHY_NOT_COMPILED = (
 )
 
 
+_CAST_TO = (torch.bfloat16, torch.float16)
+
+
 class Weights:
     """Gathers and releases the units of a table. Where parameters are replicated there is nothing to do."""
 
@@ -134,20 +137,24 @@ class Weights:
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
-            self._agreement.need(Need.GATHER.of(unit.index), f"gather {unit.name}")
+            with torch.no_grad():
+                self._agreement.need(Need.GATHER.of(unit.index), f"gather {unit.name}")
 
     def _pack(self, tensor: Tensor) -> Any:
+        kind = type(tensor)
         if self._guards and isinstance(tensor, nn.Parameter):
             # The parameter itself may hold its master weights by the time of backward, and these a copy.
             with torch._C.DisableTorchFunctionSubclass():
                 tensor = tensor.detach()
-        if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+        if kind is Tensor or issubclass(kind, nn.Parameter):
             unit = (
                 self._unit_of_storage.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
             )
             if unit is not None:
                 return SavedWeight(unit, tensor)
-            return self._cast_weight(tensor) or (tensor, tensor._version)
+            if tensor.dtype in _CAST_TO:
+                return self._cast_weight(tensor) or (tensor, tensor._version)
+            return tensor, tensor._version
         return tensor, None
 
     def _cast_weight(self, tensor: Tensor) -> "SavedCast | None":
@@ -161,14 +168,14 @@ class Weights:
         return SavedCast(parameter, self.table.place[parameter][0], tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, SavedWeight):
+        if type(packed) is tuple:
+            tensor, version = packed
+        elif type(packed) is SavedWeight:
             tensor, version = packed.tensor, packed.version
             self.gather(packed.unit)
-        elif isinstance(packed, SavedCast):
+        else:
             self.gather(packed.unit)
             return packed.again()
-        else:
-            tensor, version = packed
         # With hooks autograd leaves this check to us.
         if version is not None and tensor._version != version:
             raise GradientError(
