@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from shardlight.ops.sums import real_view, sum_in_rank_order
 from shardlight.strategies.engine.pages import Pages
+from shardlight.strategies.engine.ranges import begin, end
 from shardlight.strategies.errors import CollectiveError
 from torch import Tensor
+from torch.autograd import profiler
 
 
 def newest(module: Any, *names: str) -> Callable[..., Any]:
@@ -57,16 +59,24 @@ class Transfer:
 
     Args:
         steps: starts it up to its `yield`, and ends it behind.
+        caller: what it is called in traces, see [Note: ranges].
     """
 
-    def __init__(self, steps: Iterator[None]) -> None:
+    def __init__(self, steps: Iterator[None], caller: str) -> None:
         self._steps = steps
+        self._caller = caller
+        opened = begin(f"{caller} (start)") if profiler._is_profiler_enabled else None
         next(steps)
+        if opened is not None:
+            end(opened)
 
     def wait(self) -> None:
         """Returns when it is done on this rank. Raises: CollectiveError: a peer was lost or did not arrive in time."""
+        opened = begin(f"{self._caller} (wait)") if profiler._is_profiler_enabled else None
         for _ in self._steps:
             raise AssertionError("a transfer has one yield")
+        if opened is not None:
+            end(opened)
 
 
 class Collectives:
@@ -121,7 +131,7 @@ class Collectives:
         Cost: (world_size - 1) / world_size * full.nbytes sent per rank.
         Example: two ranks holding [1] and [2]: both get [1, 2].
         """
-        return Transfer(self._all_gather(real_view(full), real_view(shard), caller))
+        return Transfer(self._all_gather(real_view(full), real_view(shard), caller), caller)
 
     def _all_gather(self, full: Tensor, shard: Tensor, caller: str) -> Iterator[None]:
         own = full.view(self.world_size, -1)[self.rank]
@@ -161,7 +171,7 @@ class Collectives:
         Cost: (world_size - 1) / world_size * full.nbytes sent per rank.
         Example: two ranks holding [0, 0, 2, 2] and [2, 2, 4, 4]: rank 0 gets [2, 2], rank 1 gets [6, 6].
         """
-        return Transfer(self._reduce_scatter(real_view(full), real_view(out), caller, add))
+        return Transfer(self._reduce_scatter(real_view(full), real_view(out), caller, add), caller)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool) -> Iterator[None]:
         parts = list(full.view(self.world_size, -1))
@@ -244,6 +254,7 @@ class Collectives:
         if self.world_size == 1:
             return values.unsqueeze(0)
         self._count("gather_small", values.nbytes * (self.world_size - 1))
+        opened = begin(f"agree on {caller}") if profiler._is_profiler_enabled else None
         rows = values.new_empty(self.world_size * values.numel())
         with self._named(caller):
             if self._direct:
@@ -251,6 +262,8 @@ class Collectives:
                 dist.all_to_all_single(rows, values.repeat(self.world_size), group=self.group)
             else:
                 all_gather_flat(rows, values, group=self.group)
+        if opened is not None:
+            end(opened)
         return rows.view(self.world_size, -1)
 
     def gather_objects(self, value: Any, caller: str) -> list[Any]:

@@ -31,6 +31,7 @@ from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
+from shardlight.strategies.engine.ranges import STEP, begin, end
 from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
@@ -42,6 +43,7 @@ from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.optim import Optimizer
 
 
@@ -293,9 +295,12 @@ class Engine:
         Args:
             keep_gradients: they stay until they are set to None, as in plain PyTorch; else they end with the step.
         """
+        opened = begin(STEP) if profiler._is_profiler_enabled else None
         used = self.prepare_step(optimizer)
         if isinstance(used, StepResult):
             self.window.stepped = not keep_gradients
+            if opened is not None:
+                end(opened)
             return used
         with self.local_parameters.stepping(optimizer):
             self.local_parameters.set_gradients(used)
@@ -307,6 +312,8 @@ class Engine:
             self.local_parameters.clear_gradients(used)
         self.finish_step(optimizer, used)
         self.window.stepped = not keep_gradients
+        if opened is not None:
+            end(opened)
         return StepResult.STEPPED
 
     def prepare_step(self, optimizer: Optimizer) -> list[int] | StepResult:

@@ -8,11 +8,13 @@ import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
+from shardlight.strategies.engine.ranges import hook_computing
 from shardlight.strategies.engine.released import ReleasedParameter
 from shardlight.strategies.engine.unit import SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 _WHY_NOT_COMPILED = (
     "shardlight gathers sharded weights here, which is not compiled: leave fullgraph out, or compile the blocks alone "
@@ -211,7 +213,10 @@ class Weights:
         """
         save = (self.table.plan.shard_parameters or self._guards) and torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
+        shown: list[Any] = []
         if not self.running:
+            if profiler._is_profiler_enabled:
+                shown = hook_computing(self.table.specs)
             self.end_copy_uses()
             self.table.refresh()
             self._agreement.begin_pass(f"{kind} with gradients" if torch.is_grad_enabled() else kind)
@@ -223,6 +228,8 @@ class Weights:
             failed = False
         finally:
             self.running -= 1
+            for handle in shown:
+                handle.remove()
             self._release_all(force=not failed)
 
     def _release_all(self, force: bool) -> None:
