@@ -224,6 +224,7 @@ class ShardedStrategy(Saving):
                     compile_backend=self.options.compile_backend,
                 ),
                 self.precision_plugin.dtype_policy(),
+                self.options.keep_gathered,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)

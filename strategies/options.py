@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from shardlight.strategies.engine.kept_units import KeepGathered
 from shardlight.strategies.engine.plan import Reduce
 from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
 from shardlight.strategies.errors import StrategyError
@@ -25,6 +26,11 @@ class EngineOptions:
     shard_group: int | None = None
     """Hybrid sharding for zero1 to zero3: state is sharded within groups of this many ranks that follow each other (the
     devices of a node), and replicated across the groups: gathers stay within a group. Unset: sharded over all ranks."""
+
+    keep_gathered: KeepGathered = "no"
+    """zero3: how long a unit's weights stay after its forward. `no`: backward gathers them again (least memory).
+    `backward`: to its backward. `window`: to the optimizer's step. Both send less, and hold up to all weights. `auto`:
+    over the window for as many units as fit into half of the memory that is left when the first backward starts."""
 
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
@@ -97,6 +103,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     options = kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
     choices = {
         "reduce": (None, *get_args(Reduce)),
+        "keep_gathered": get_args(KeepGathered),
         "recompute": get_args(Recompute),
         "compile": get_args(Compile),
         "reduce_dtype": (None, *REDUCE_DTYPES),
@@ -113,6 +120,8 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         raise StrategyError(f"shard_group={options.shard_group!r} must be at least 1 rank.")
     if options.shard_group is not None and strategy in ("single", "ddp"):
         raise StrategyError(f"shard_group is for zero1, zero2 and zero3: {strategy} shards nothing. Leave it out.")
+    if options.keep_gathered != "no" and strategy != "zero3":
+        raise StrategyError(f"keep_gathered is for zero3: the weights of {strategy} are always there. Leave it out.")
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

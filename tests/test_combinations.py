@@ -21,6 +21,7 @@ SETTINGS = {
     "shard_group": (None, 1),
     "compile": ("no", "blocks"),
     "defer": (True, False),
+    "keep_gathered": ("no", "backward", "window", "auto"),
     "clip": (None, 0.5),
 }
 """Of these only precision, accumulate, clip and reduce may change numbers: each choice of them has a run under ddp."""
@@ -96,6 +97,8 @@ def combine(rank, world_size, folder, rows):
         name = row.pop("strategy")
         if name == "ddp":
             row["shard_group"] = None
+        if name != "zero3":
+            row.pop("keep_gathered", None)
         # In shard groups of one, ranks add micro-batches up before they add to each other, as `window` does.
         order = "window" if row["shard_group"] == 1 else row["reduce"]
         key = row["precision"], row["accumulate"], row["clip"], order
@@ -113,6 +116,6 @@ def test_options_together_change_nothing(tmp_path):
 
 @pytest.mark.long
 def test_all_options_together_change_nothing(tmp_path):
-    settings = {"strategy": ("ddp", "zero1", "zero2", "zero3"), **SETTINGS}
+    settings = {"strategy": ("ddp", "zero1", "zero2", "zero3"), **SETTINGS, "keep_gathered": ("no",)}
     rows = [dict(zip(settings, row, strict=True)) for row in itertools.product(*settings.values())]
     run_ranks(combine, 2, init=False, folder=str(tmp_path), rows=rows, timeout_s=3000)

@@ -11,17 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from shardlight.ops.memory import fields_of
+
 _PACKAGES = ("torch", "lightning", "numpy", "deepspeed")
-
-
-def _fields(path: str) -> dict[str, int] | None:
-    """The lines "Name:  123 kB" of a file of /proc, in bytes."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    rows = (line.split() for line in lines)
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
 def memory() -> dict[str, int] | None:
@@ -30,7 +22,7 @@ def memory() -> dict[str, int] | None:
     `pss` is the proportional set size without pages of files: how much of the libraries' text counts as ours depends
     on how many other contenders wait. Shared memory counts by its share.
     """
-    shares, status = _fields("/proc/self/smaps_rollup"), _fields("/proc/self/status")
+    shares, status = fields_of("/proc/self/smaps_rollup"), fields_of("/proc/self/status")
     if shares is None or status is None or "Pss_Anon" not in shares:
         return None
     return {"pss": shares["Pss_Anon"] + shares["Pss_Shmem"], "rss": status["VmRSS"], "peak_rss": status["VmHWM"]}
@@ -104,25 +96,9 @@ def busy_s() -> float | None:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def available_bytes() -> int | None:
-    """Memory that programs can still get, within the limit of this process's control group."""
-    fields = _fields("/proc/meminfo")
-    if fields is None:
-        return None
-    found = [fields["MemAvailable"]]
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-    except OSError:
-        limit, used = "max", 0
-    if limit != "max":
-        found.append(int(limit) - used)
-    return min(found)
-
-
 def machine() -> dict[str, Any]:
     """Returns what a reader of the figures has to know about where they come from."""
-    total = _fields("/proc/meminfo")
+    total = fields_of("/proc/meminfo")
     found: dict[str, Any] = {"processor": _processor(), "cores": os.cpu_count()}
     if hasattr(os, "sched_getaffinity"):
         found["cores"] = len(os.sched_getaffinity(0))

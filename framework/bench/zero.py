@@ -18,6 +18,7 @@ from shardlight.framework.bench.rotation import Contender, Rotation, Say, groups
 from shardlight.framework.bench.sizes import SIZES, Size
 from shardlight.framework.faults import suggest
 from shardlight.framework.launch import Sweeper
+from shardlight.ops.memory import available_bytes
 
 _HOME = "shardlight.framework.bench.contenders"
 REFERENCE = "single"
@@ -201,7 +202,7 @@ def _run_alone(rotation: Rotation, bare: list[Contender], trained: list[Contende
     base = BASE if BASE in names else REFERENCE
     together = [(c.name, base) for c in bare] + [(s.who, s.against or s.who) for s in specs if s.metric != "startup_s"]
     together += [(c.name, _bare_of(c.name)) for c in trained]
-    memory = meters.available_bytes()
+    memory = available_bytes()
     limit = float("inf") if memory is None else MEMORY_SHARE * memory
     for group in groups([*bare, *trained], together, size, limit):
         rotation.run_group(group)

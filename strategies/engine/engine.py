@@ -28,6 +28,7 @@ from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
+from shardlight.strategies.engine.kept_units import KeepGathered
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -59,6 +60,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
+        keep_gathered: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -71,6 +73,7 @@ class Engine:
         unit_classes: Sequence[str] = (),
         transforms: BlockTransforms | None = None,
         dtypes: DtypePolicy = AS_THEY_ARE,
+        keep_gathered: KeepGathered = "no",
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -91,7 +94,7 @@ class Engine:
             materialise_buffers(model)
             self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes)
             self.replicas = Replicas(model, self.collectives)
-        self.weights = Weights(model, self.table, self.agreement)
+        self.weights = Weights(model, self.table, self.agreement, keep_gathered)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
         self._undo_transforms = (transforms or BlockTransforms()).apply(
             model, blocks, self.weights.saving, self.weights.gather_module if plan.shard_parameters else None
@@ -383,6 +386,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Makes shards that were written from outside everyone's weights. Collective."""
         with torch.no_grad():
+            self.weights.drop()
             for buffer in self.buffers:
                 buffer.shards_changed()
         torch.autograd.graph.increment_version(tuple(self.table.parameters))

@@ -148,6 +148,7 @@ class Gradients:
     @contextmanager
     def running_backward(self) -> Iterator[None]:
         """Around a backward: afterwards every gradient that arrived is reduced or kept, and no unit is gathered."""
+        self._weights.choose_kept()
         self.table.refresh()
         self._running = True
         try:

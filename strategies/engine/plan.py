@@ -57,10 +57,18 @@ class StatePlan:
         copies = 0 if self.shard_parameters else widths.weight * numel
         return copies + (widths.master + widths.gradient + widths.optimizer) * updated
 
-    def wire_elements(self, numel: int, world_size: int, micro_batches: int, reduce: Reduce) -> float:
-        """Elements that one rank sends per optimizer step (parameters gathered in forward and again in backward)."""
+    def wire_elements(
+        self, numel: int, world_size: int, micro_batches: int, reduce: Reduce, keep_gathered: str = "no"
+    ) -> float:
+        """Elements that one rank sends per optimizer step.
+
+        Args:
+            keep_gathered: how long sharded parameters stay: they are gathered in forward and again in backward ("no"),
+                once per micro-batch ("backward"), or once per step ("window").
+        """
         reductions = micro_batches if reduce == "micro_batch" else 1
-        gathers = 2 * micro_batches if self.shard_parameters else 1
+        gathers = {"no": 2 * micro_batches, "backward": micro_batches, "window": 1}[keep_gathered]
+        gathers = gathers if self.shard_parameters else 1
         return (reductions + gathers) * numel * (world_size - 1) / world_size
 
 

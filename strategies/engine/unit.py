@@ -3,7 +3,7 @@
 import time
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
@@ -75,6 +75,8 @@ class Unit:
         self.name = name
         self.keep = keep
         self.buffers = buffers
+        self.keep_gathered: Literal["no", "backward", "window"] = "no"
+        """How long it stays gathered after forward: not at all, to its own backward, or to the optimizer's step."""
         self.depth = 0
         """How many forwards of the unit's modules are running."""
         self.own: frozenset[int] = frozenset(id(p) for b in buffers for p in b.params)
@@ -116,11 +118,13 @@ class Unit:
     def input_arrived(self, gradient: Tensor) -> None:
         """Called with the gradient of an input: what ran on that input has had its backward."""
         self.awaiting -= 1
-        if not (self.careful and self.recomputed):
+        if not (self.careful and self.recomputed) and self.keep_gathered != "window":
             self.release()
 
     def may_release(self) -> bool:
         """Whether nothing more is to come in this backward, once the last gradient of its own has arrived."""
+        if self.keep_gathered == "window":
+            return False
         return not self.frozen or (not self.careful and self.awaiting <= 0)
 
     def start_gather(self) -> None:

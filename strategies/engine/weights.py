@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from shardlight.strategies.engine.agreement import Agreement
+from shardlight.strategies.engine.kept_units import KeepGathered, keep_what_fits
 from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
 from shardlight.strategies.engine.ranges import hook_computing
@@ -28,12 +29,18 @@ _CAST_TO = (torch.bfloat16, torch.float16)
 class Weights:
     """Gathers and releases the units of a table. Where parameters are replicated there is nothing to do."""
 
-    def __init__(self, model: nn.Module, table: UnitTable, agreement: Agreement) -> None:
+    def __init__(self, model: nn.Module, table: UnitTable, agreement: Agreement, keep: KeepGathered = "no") -> None:
         self.model = model
         self.table = table
         self._agreement = agreement
+        self._keep: KeepGathered | Literal["chosen"] = keep
+        for unit in table.units:
+            unit.keep_gathered = "no" if keep == "auto" else keep
         self.running = 0
         """How many `forward` contexts are open; weights can be gathered on use while > 0."""
+        self._in_pass = ""
+        self._with_gradients = False
+        """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.handles: list[Any] = []
         self._guards = any(b.guarded for u in table.units for b in u.buffers)
         self._wide: set[Unit] = set()
@@ -72,7 +79,7 @@ class Weights:
             unit.saving.pop().__exit__(None, None, None)
             unit.depth -= 1
             # In backward this is a recomputation: the unit is needed until its gradients have arrived.
-            if self.running and not unit.keep and not _in_backward():
+            if self.running and not unit.keep and not _in_backward() and not self._stays(unit):
                 unit.release()
                 # Autocast would keep its copies of fp32 weights to the end of the step.
                 torch.clear_autocast_cache()
@@ -83,6 +90,20 @@ class Weights:
             self.handles.append(root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             # Always: a recomputation ends its forward with an exception once it has what it needs.
             self.handles.append(root.register_forward_hook(after, always_call=True))
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit is kept beyond this use of it, for a backward or the next micro-batch."""
+        if unit.keep_gathered == "no" or not self._with_gradients:
+            return False
+        return unit.keep_gathered == "window" or self._in_pass != "backward"
+
+    def choose_kept(self) -> None:
+        """Chooses which units stay gathered after forward, at the start of the first backward. Collective."""
+        if self._keep == "auto":
+            self._keep = "chosen"
+            if self.table.plan.shard_parameters and self.table.collectives.world_size > 1:
+                self._agreement.meet("memory that is left")
+                keep_what_fits(self.table.units, self.table.collectives)
 
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Called when a released parameter's values are used; see [Note: released parameters].
@@ -219,7 +240,8 @@ class Weights:
                 shown = hook_computing(self.table.specs)
             self.end_copy_uses()
             self.table.refresh()
-            self._agreement.begin_pass(f"{kind} with gradients" if torch.is_grad_enabled() else kind)
+            self._in_pass, self._with_gradients = kind, torch.is_grad_enabled()
+            self._agreement.begin_pass(f"{kind} with gradients" if self._with_gradients else kind)
         self.running += 1
         failed = True
         try:
@@ -239,7 +261,16 @@ class Weights:
             if self.running == 0:
                 unit.depth = 0
                 unit.saving.clear()
-            unit.release(force and self.running == 0)
+            if not (force and self._stays(unit)):
+                unit.release(force and self.running == 0)
+
+    def drop(self) -> None:
+        """Releases units that are kept after their use, without a look at them: they hold weights of before."""
+        if self.table.plan.shard_parameters:
+            for unit in self.table.units:
+                if not unit.pinned and not unit.depth:
+                    for buffer in unit.buffers:
+                        buffer.release()
 
     def release_for_step(self) -> None:
         """Before an optimizer changes the shards: nobody may go on with weights from before.
