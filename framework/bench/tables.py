@@ -32,7 +32,7 @@ BYTES: list[tuple[str, str, Show]] = [
     ("counted sent MB", "sent_bytes", _MB),
     ("of the table MB ", "table_sent_bytes", _MB),
     ("loopback MB, all ranks", "loopback_bytes", _MB),
-    ("collectives", "collectives", _WHOLE),
+    ("collectives", "collectives, sends, receives", _WHOLE),
 ]
 WITHOUT = "-"
 

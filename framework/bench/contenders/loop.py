@@ -34,7 +34,10 @@ Builders = Mapping[str, Callable[[Size], Contender]]
 
 
 class CollectivesProbe:
-    """Counts the collectives that this process starts, by any thread, also those that C++ code starts."""
+    """Counts the operations of torch.distributed that this process starts, by any thread, also those of C++ code.
+
+    A collective is one, and so is each send or receive.
+    """
 
     def __init__(self) -> None:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -44,7 +47,7 @@ class CollectivesProbe:
         self._profile.start()
 
     def stop(self) -> int:
-        """Returns the number of collectives since `start`."""
+        """Returns the number of operations since `start`."""
         self._profile.stop()
         return sum(e.name.startswith("c10d::") for e in self._profile.events())
 
