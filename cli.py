@@ -149,6 +149,9 @@ def bench_zero(
     *,
     quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, against DDP.")] = False,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", metavar="DIR", help="Also write traces of a few steps of ours there.")
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
     ] = False,
@@ -164,12 +167,18 @@ def bench_zero(
         _fail(f"--size {name}: no such size.{suggest(name, zero.SIZES)}")
     peers = None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
     console, progress = _wide_console(), Console(stderr=True)
+    if profile is not None:
+        try:
+            profile.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _fail(f"--profile {profile}: cannot make this folder ({error.strerror}).")
     try:
         result = zero.run(
             zero.SIZES[name],
             peers,
             quick,
             lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True),
+            traces=profile,
         )
     except BenchError as error:
         _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
@@ -177,6 +186,10 @@ def bench_zero(
         console.print(table)
     if out is not None:
         result.write(out)
+    if profile is not None:
+        console.print(
+            f"Traces, one per contender and rank: {profile} (open them in ui.perfetto.dev or chrome://tracing)"
+        )
     if strict:
         raise typer.Exit(results.exit_code(result, peers or []))
 

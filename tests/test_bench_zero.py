@@ -11,8 +11,10 @@ from harness import preload, run_ranks
 from shardlight.framework.bench import zero
 from shardlight.framework.bench.contenders import together, trainer
 from shardlight.framework.bench.contenders.loop import train
+from shardlight.framework.bench.contenders.trace import ROWS, TRAINING_STEP
 from shardlight.framework.bench.results import read
-from shardlight.framework.bench.sizes import Size
+from shardlight.framework.bench.rotation import TRACED_STEPS
+from shardlight.framework.bench.sizes import SIZES, Size
 from shardlight.framework.bench.turns import Turns
 
 BASELINE = Path(__file__).parent / "baselines" / "zero.json"
@@ -26,12 +28,13 @@ preload("shardlight.framework.bench.contenders.together")
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The command's outcome, and its result; its ranks are forked, not started."""
+    """The command's outcome, its result and its traces; its ranks are forked, not started."""
     folder = tmp_path_factory.mktemp("bench")
-    line = ["bench", "zero", "--quick", "--strict", "--json", "result.json"]
+    line = ["bench", "zero", "--quick", "--strict", "--json", "result.json", "--profile", "traces"]
     outcome = run_command(line, folder, timeout_s=400)
     assert (folder / "result.json").exists(), outcome.output
-    return outcome, read(folder / "result.json")
+    traces = {path.stem: json.loads(path.read_text())["traceEvents"] for path in (folder / "traces").iterdir()}
+    return outcome, read(folder / "result.json"), traces
 
 
 def figures(result, metrics):
@@ -39,7 +42,7 @@ def figures(result, metrics):
 
 
 def test_quick_measures_ours_beside_ddp_and_one_process(quick):
-    outcome, result = quick
+    outcome, result, _ = quick
     assert {"single", "ddp", *OURS} == {row.who for row in result.rows if " rank " not in row.who}
     assert {row.case for row in result.rows} == {"zero tiny"}
     for who in ("single", "ddp", *OURS):
@@ -49,14 +52,14 @@ def test_quick_measures_ours_beside_ddp_and_one_process(quick):
 
 
 def test_its_exit_code_tells_whether_all_bars_hold(quick):
-    outcome, result = quick
+    outcome, result, _ = quick
     short = [bar.name for bar in result.bars if bar.holds is False]
     assert outcome.code == (3 if short else 0), outcome.output
     assert len([line for line in outcome.output.splitlines() if "FALLS SHORT" in line]) == len(short)
 
 
 def test_every_contender_has_the_losses_of_one_process(quick):
-    _, result = quick
+    result = quick[1]
     for who in ("ddp", *OURS):
         assert 0 <= result.value(who, "loss_difference") < 1e-5, who
 
@@ -80,6 +83,49 @@ def test_python_calls_are_within_5_percent_of_the_baseline(quick):
     assert len(then) == len(OURS)
     for key, calls in then.items():
         assert calls / 1.05 <= now[key] <= calls * 1.05, f"{key[0]}: {now[key]:.0f} Python calls per step, were {calls}"
+
+
+def test_traces_of_our_contenders_show_each_unit_in_every_step(quick):
+    outcome, _, traces = quick
+    assert set(traces) == {f"{who}-rank{rank}" for who in OURS for rank in (0, 1)}
+    assert "Traces, one per contender and rank: traces" in outcome.output
+    for file, events in traces.items():
+        names = {e["name"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+        assert names["process_name"] == file.replace("-rank", ", rank ")
+        rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["tid"] <= len(ROWS)}
+        assert list(rows.values()) == list(ROWS)
+        ranges = sorted((e for e in events if e["ph"] == "X" and e["tid"] in rows), key=lambda e: e["ts"])
+        check_nested(ranges)
+        steps = [e for e in ranges if e["name"] == TRAINING_STEP]
+        assert len(steps) == TRACED_STEPS
+        for step in steps:
+            check_traced_step(file, [e["name"] for e in ranges if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]])
+        under_way = [e for e in events if e.get("cat") == "under way"]
+        assert sum(e["ph"] == "b" for e in under_way) == sum(e["ph"] == "e" for e in under_way) > 0
+
+
+def check_nested(ranges):
+    """In a row a range lies in another one or beside it: viewers drop what overlaps."""
+    open_until: dict[int, list[float]] = {}
+    for event in ranges:
+        ends, end = open_until.setdefault(event["tid"], []), event["ts"] + event["dur"]
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        assert not ends or end <= ends[-1], event
+        ends.append(end)
+
+
+def check_traced_step(file, names):
+    blocks = [f"blocks.{n}" for n in range(SIZES["tiny"].blocks)]
+    forward = [name for name in names if name.startswith("compute blocks")]
+    assert forward == [f"compute {block}" for block in blocks], file
+    backward = [name for name in names if name.startswith("compute backward blocks")]
+    assert backward == [f"compute backward {block}" for block in reversed(blocks)], file
+    assert names.count("step") == 1
+    wanted = [f"reduce {block}" for block in blocks]
+    wanted += [f"gather {block}" for block in blocks if "zero3" in file]
+    for name in wanted:
+        assert f"{name} (start)" in names and f"{name} (wait)" in names, (file, name)
 
 
 def scripted(hosts: dict[str, int], rank: int, steps: int) -> tuple[Turns, list]:
@@ -164,6 +210,7 @@ def test_under_the_trainer_the_same_steps_are_taken(bare):
     [
         (["zero", "--size", "smal"], "--size smal: no such size. Did you mean 'small'?"),
         (["zero", "--against", "ddpp"], "--against ddpp: no such peer. Did you mean 'ddp'?"),
+        (["zero", "--profile", BASELINE], "cannot make this folder"),
         (["diff", "nothing.json", "nothing.json"], "nothing.json"),
     ],
 )

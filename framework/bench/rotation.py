@@ -13,6 +13,7 @@ from shardlight.framework.bench.sizes import Size
 from shardlight.framework.launch import Sweeper
 
 Say = Callable[[str], None]
+TRACED_STEPS = 2
 WARM_UP_STEPS = 2
 """After the first step, before the timed ones."""
 
@@ -29,6 +30,8 @@ class Contender:
     """Of memory per parameter and rank; about, for planning only."""
     package: str | None = None
     """What has to be installed."""
+    ours: bool = False
+    """Its engine names what it does in a trace."""
 
     def memory_bytes(self, size: Size) -> float:
         """About what all its ranks take while they wait and while they step."""
@@ -49,10 +52,21 @@ class Standing:
     cpu_s: float = field(default=0.0)
     """Used by its ranks in its turns."""
 
-    def turn(self, key: str, steps: int, count: str | None = None, timed: bool = True) -> float:
-        """Lets it take some steps, and notes what they cost. Returns when they ended, in monotonic seconds."""
+    def turn(
+        self, key: str, steps: int, count: str | None = None, timed: bool = True, traces: Path | None = None
+    ) -> float:
+        """Lets it take some steps, and notes what they cost. Returns when they ended, in monotonic seconds.
+
+        Args:
+            key: of the samples.
+            count: a probe of Turns.
+            timed: whether the time counts.
+            traces: the folder for traces of them.
+        """
         who, first = self.contender.name, self.steps
         command = {"do": "turn", "who": who, "first": first, "steps": steps, "count": count}
+        if traces is not None:
+            command["traces"] = str(traces.absolute())
         sent = meters.loopback_bytes()
         answers = self.crew.ask(command, self.contender.processes)
         sent_after = meters.loopback_bytes()
@@ -122,6 +136,7 @@ class Rotation:
         sweeper: ends the ranks should this process be killed.
         say: told what happens.
         limit_s: see Crew.
+        traces: the folder for traces of our contenders' steps.
     """
 
     def __init__(
@@ -131,6 +146,7 @@ class Rotation:
         sweeper: Sweeper,
         say: Say,
         limit_s: float = 600.0,
+        traces: Path | None = None,
     ) -> None:
         self.size = size
         self.samples = Samples()
@@ -140,6 +156,7 @@ class Rotation:
         self._sweeper = sweeper
         self._say = say
         self._limit_s = limit_s
+        self._traces = traces
         self._started = 0
         self._groups = 0
 
@@ -204,6 +221,8 @@ class Rotation:
         for one in standing:
             one.look(alone)
             one.count()
+            if self._traces is not None and one.contender.ours:
+                one.turn("", TRACED_STEPS, timed=False, traces=self._traces)
 
 
 def _others_s(standing: list[Standing]) -> float | None:

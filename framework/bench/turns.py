@@ -24,6 +24,19 @@ class Probe(Protocol):
         """Returns the count since `start`."""
 
 
+class Trace(Protocol):
+    """Traces steps."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def end_step(self) -> None:
+        """It is over."""
+
+    def write(self) -> None:
+        """That was the last one."""
+
+
 class Turns(Iterator[tuple[str, int]]):
     """The steps that this rank is told to take; made when everything is imported and nothing is built.
 
@@ -40,6 +53,8 @@ class Turns(Iterator[tuple[str, int]]):
         """Of a contender: what it has counted so far; shown per step."""
         self.gauges: Callable[[str], dict[str, float]] = lambda who: {}
         """Of a contender: what holds at any time between two steps."""
+        self.tracer: Callable[[str, str], Trace] | None = None
+        """Of a contender and a folder: starts a trace that is to be written there."""
         self._ready = False
         self._command: Message | None = None
         self._next = 0
@@ -47,6 +62,7 @@ class Turns(Iterator[tuple[str, int]]):
         self._seconds: list[float] = []
         self._before: Message = {}
         self._probe: Probe | None = None
+        self._trace: Trace | None = None
         self._began_s = 0.0
         meters.reset_peak()
         self._base = meters.memory()
@@ -57,6 +73,8 @@ class Turns(Iterator[tuple[str, int]]):
         count = None if self._probe is None else self._probe.stop()
         command = self._command
         if command is not None:
+            if self._trace is not None:
+                self._trace.end_step()
             self._seconds.append(now_s - self._began_s)
             if self._next == command["first"] + command["steps"]:
                 self._answer(command, count)
@@ -67,6 +85,8 @@ class Turns(Iterator[tuple[str, int]]):
         self._began_s = time.perf_counter()
         if self._probe is not None:
             self._probe.start()
+        if self._trace is not None:
+            self._trace.begin_step()
         return command["who"], number
 
     def report(self, loss: float) -> None:
@@ -86,6 +106,8 @@ class Turns(Iterator[tuple[str, int]]):
         self._next = command["first"]
         self._losses, self._seconds = [], []
         self._probe = self.probes[command["count"]]() if command.get("count") else None
+        traces = command.get("traces")
+        self._trace = self.tracer(command["who"], traces) if self.tracer is not None and traces else None
         faults = meters.page_faults()
         self._before = {"counters": self.counters(command["who"]), "cpu_s": meters.cpu_s(), "page_faults": faults}
         return command
@@ -98,6 +120,8 @@ class Turns(Iterator[tuple[str, int]]):
         per_step |= {name: (after[name] - before["counters"][name]) / steps for name in after}
         if count is not None:
             per_step = {command["count"]: count}
-        self._probe = None
+        if self._trace is not None:
+            self._trace.write()
+        self._probe = self._trace = None
         answer = {"losses": self._losses, "seconds": self._seconds, "per_step": per_step}
         self._send({**answer, "ended_s": time.monotonic()})

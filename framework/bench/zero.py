@@ -25,7 +25,7 @@ REFERENCE = "single"
 BASE = "ddp"
 """Whose step time the others' are divided by."""
 OURS = [
-    Contender(name=f"shardlight-{row}", module=f"{_HOME}.ours", state_bytes=18)
+    Contender(name=f"shardlight-{row}", module=f"{_HOME}.ours", state_bytes=18, ours=True)
     for row in ("ddp", "zero1", "zero2", "zero3")
 ]
 PEERS = {
@@ -37,7 +37,7 @@ PEERS = {
     ],
 }
 TRAINED = [
-    Contender(name=f"trainer-{name}", module=f"{_HOME}.trainer", state_bytes=18)
+    Contender(name=f"trainer-{name}", module=f"{_HOME}.trainer", state_bytes=18, ours=name != "ddp")
     for name in ("ddp", "shardlight-zero1", "shardlight-zero2", "shardlight-zero3")
 ]
 STARTS = 3
@@ -150,6 +150,7 @@ def run(
     quick: bool = False,
     say: Say = lambda text: None,
     limit_s: float = 600.0,
+    traces: Path | None = None,
 ) -> Result:
     """Runs the benchmark.
 
@@ -159,6 +160,7 @@ def run(
         quick: a few rounds, and contenders share processes: no start-up, no memory of processes, no Trainer.
         say: told what happens.
         limit_s: for a start, or a turn, of any contender.
+        traces: an existing folder, for Chrome traces of a few steps of ours: "CONTENDER-rankN.json".
     Raises: BenchRequestError: there is no such peer, or memory does not suffice; BenchError: a contender failed.
     """
     bare, missing = choose(against, quick)
@@ -170,7 +172,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="shardlight-bench-"))
     sweeper = Sweeper(folder)
     try:
-        rotation = Rotation(size, folder, sweeper, say, limit_s)
+        rotation = Rotation(size, folder, sweeper, say, limit_s, traces)
         if quick:
             rotation.run_hosted(_shared(bare))
         else:

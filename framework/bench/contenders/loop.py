@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from shardlight.framework.bench.contenders.gpt import rows_of
+from shardlight.framework.bench.contenders.trace import StepTrace
 from shardlight.framework.bench.sizes import Size
 from shardlight.framework.bench.turns import Turns
 from shardlight.framework.launch import STORE
@@ -79,5 +80,6 @@ def train(size: Size, hosts: Mapping[str, int], turns: Turns, builders: Builders
     turns.counters = lambda who: contenders[who].counters()
     turns.gauges = lambda who: contenders[who].gauges()
     turns.probes["collectives"] = CollectivesProbe
+    turns.tracer = StepTrace
     for who, step in turns:
         turns.report(contenders[who].step(*rows_of(size, step, rank, hosts[who])))

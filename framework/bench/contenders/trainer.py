@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from shardlight.framework.bench.contenders.gpt import fixed_gpt, loss_of, optimizer_of, rows_of
 from shardlight.framework.bench.contenders.loop import CollectivesProbe, start_group
 from shardlight.framework.bench.contenders.ours import count_so_far, state_of
+from shardlight.framework.bench.contenders.trace import StepTrace
 from shardlight.framework.bench.sizes import Size
 from shardlight.framework.bench.turns import Turns
 from shardlight.strategies import STRATEGIES, ShardedStrategy
@@ -94,5 +95,6 @@ def run(job: dict[str, Any], turns: Turns) -> None:
         turns.counters = lambda _: count_so_far(strategy.engine)
         turns.gauges = lambda _: state_of(strategy.engine, strategy.optimizers[0])
     turns.probes["collectives"] = CollectivesProbe
+    turns.tracer = StepTrace
     rows = TurnRows(size, turns, rank, world_size)
     trainer.fit(GPTModule(size), DataLoader(rows, batch_size=None))
