@@ -11,11 +11,17 @@ OWN_UNIT_NUMEL = 1 << 16
 """A module outside the blocks with at least this many parameters of its own (embedding, head) is a unit of its own."""
 
 
+MIN_UNIT_NUMEL = 1 << 15
+"""Blocks that follow each other share a unit until it has this many parameters: moving fewer (128 KiB in fp32) takes as
+long as asking for them."""
+
+
 @dataclass
 class UnitSpec:
     """One unit: its parameters and the modules whose forward uses them.
 
-    `keep`: the unit stays gathered from its first use to the end of forward, since several modules share it.
+    `keep`: the unit stays gathered from its first use to the end of forward, since several modules share it; of other
+    units the last root is run last.
     """
 
     name: str
@@ -30,7 +36,8 @@ def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSp
     """Returns the units of `model` in the order of its parameters; every floating or complex parameter is in one.
 
     By default each block of every outermost list of like modules (ModuleList or Sequential with two or more children of
-    one class) is a unit; so is each large module outside of them; the small rest forms one. Integer and bool
+    one class) is a unit, or a few small ones that follow each other are; so is each large module outside of them; the
+    small rest forms one. Integer and bool
     parameters belong to no unit: they stay as they are on every rank.
 
     Args:
@@ -44,7 +51,8 @@ def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSp
         unit = UnitSpec(name, [block], block=True)
         for inner, parameter in block.named_parameters():
             _take(unit, f"{name}.{inner}" if name else inner, parameter, taken)
-        units.append(unit)
+        if class_names or not units or not _join(units[-1], unit):
+            units.append(unit)
     units += _rest(model, taken)
     order = {id(p): i for i, p in enumerate(model.parameters())}
     units = [u for u in units if u.params]
@@ -61,6 +69,23 @@ def _take(unit: UnitSpec, name: str, parameter: nn.Parameter, taken: set[int]) -
         return
     taken.add(id(parameter))
     unit.params.append((name, parameter))
+
+
+def _join(unit: UnitSpec, following: UnitSpec) -> bool:
+    """Takes a block into the unit before it, if that is small and of the same list; returns whether it did."""
+    (first, last), name = _ends(unit.name), following.name
+    numel = sum(p.numel() for _, p in unit.params)
+    if numel >= MIN_UNIT_NUMEL or last.rpartition(".")[0] != name.rpartition(".")[0]:
+        return False
+    unit.name = f"{first} to {name}"
+    unit.roots += following.roots
+    unit.params += following.params
+    return True
+
+
+def _ends(name: str) -> tuple[str, str]:
+    first, _, last = name.partition(" to ")
+    return first, last or first
 
 
 def _named_blocks(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:

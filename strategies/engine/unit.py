@@ -98,6 +98,8 @@ class Unit:
         """A recomputation that we do not see into may still need frozen weights: see [Note: recomputation]."""
         self.recomputed = False
         """Its modules' forward ran again within this backward, as a part of something larger that is recomputed."""
+        self.several = False
+        """Whether several modules use it one after the other."""
         self.awaiting = 0
         """Inputs of a unit with frozen weights whose gradient has not arrived."""
         self.saving: list[AbstractContextManager[Any]] = []
@@ -118,6 +120,8 @@ class Unit:
     def input_arrived(self, gradient: Tensor) -> None:
         """Called with the gradient of an input: what ran on that input has had its backward."""
         self.awaiting -= 1
+        if self.several and self.awaiting > 0:
+            return
         if not (self.careful and self.recomputed) and self.keep_gathered != "window":
             self.release()
 

@@ -65,6 +65,7 @@ class UnitTable:
             )
             buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.ranks, owner, dtypes))
         unit = Unit(index, spec.name, spec.keep, buffers)
+        unit.several = len(spec.roots) > 1
         if self.plan.shard_parameters:
             # At once: a model that was built deferred is never whole on any rank.
             unit.release()

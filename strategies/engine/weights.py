@@ -79,7 +79,8 @@ class Weights:
             unit.saving.pop().__exit__(None, None, None)
             unit.depth -= 1
             # In backward this is a recomputation: the unit is needed until its gradients have arrived.
-            if self.running and not unit.keep and not _in_backward() and not self._stays(unit):
+            last = module is spec.roots[-1] and not unit.keep
+            if self.running and last and not _in_backward() and not self._stays(unit):
                 unit.release()
                 # Autocast would keep its copies of fp32 weights to the end of the step.
                 torch.clear_autocast_cache()
