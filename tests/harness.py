@@ -37,6 +37,7 @@ HARMLESS_WARNINGS = (
     "The number of training batches .* is smaller than the logging interval",  # Lightning; tests are short
     "Checkpoint directory .* exists and is not empty",  # Lightning; a test that saves twice
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # torch >= 2.9, raised by Lightning's own code
+    "Warning: Profiler clears events at the end of each cycle",  # torch 2.11, of every profile
 )
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
 LAUNCH_VARIABLES += ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SHARDLIGHT_STORE")
