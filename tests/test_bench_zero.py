@@ -235,7 +235,7 @@ def test_diff_shows_what_changed(tmp_path):
 @pytest.mark.long
 def test_all_of_it_at_a_size_without_bars(tmp_path):
     """Every contender in processes of its own, under the Trainer as well."""
-    result = zero.run(NANO, ["ddp", "fsdp2"])
+    result = zero.run(NANO, ["ddp", "fsdp2"], traces=tmp_path)
     names = {"single", "ddp", "fsdp2", *OURS, *(c.name for c in zero.TRAINED)}
     assert names == {row.who for row in result.rows if " rank " not in row.who}
     for who in names:
@@ -243,6 +243,8 @@ def test_all_of_it_at_a_size_without_bars(tmp_path):
             assert result.value(who, metric) > 0, (who, metric)
         if os.path.exists("/proc/self/smaps_rollup"):
             assert result.value(who, "peak_memory_bytes") >= result.value(who, "steady_memory_bytes")
+    traced = [*OURS, *(c.name for c in zero.TRAINED if c.ours)]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{who}-rank{rank}.json" for who in traced for rank in (0, 1)}
     for who in names - {"single"}:
         assert result.value(who, "loss_difference") < 1e-5, who
     assert all(result.value(c.name, "step_ratio") > 0 for c in zero.TRAINED)
