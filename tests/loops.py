@@ -103,7 +103,7 @@ def sharded(
 
 def check_released(engine: Engine) -> None:
     if engine.plan.shard_parameters:
-        left = [b.name for b in engine.buffers if b.gathered or b.full.untyped_storage().nbytes()]
+        left = [b.name for b in engine.buffers if b.gathered or b.filled]
         assert not left, f"left gathered: {left}"
 
 

@@ -29,7 +29,7 @@ def train(name, plan, reduce, accumulate, clip, optimizer, dtype, rank, world, s
         losses.append(engine.window.mean_loss)
         assert engine.step(opt) is StepResult.STEPPED
         if PLANS[plan].shard_parameters:
-            assert not any(b.gathered or b.full.untyped_storage().nbytes() for b in engine.buffers)
+            assert not any(b.gathered or b.filled for b in engine.buffers)
     with engine.gathered():
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return losses, norms, weights

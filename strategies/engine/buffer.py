@@ -2,8 +2,8 @@
 
 [Note: tensors of a buffer]
 full    (numel,)        the parameters laid end to end, in the dtype they are computed with; they are views of it.
-                        Sharded parameters: its storage is emptied between uses (`resize_(0)`) and refilled in place,
-                        never replaced, because autograd saves views.
+                        Sharded parameters: its storage is emptied between uses and refilled in place, never
+                        replaced, because autograd saves views; see [Note: mapped memory], backing.py.
 home    (numel,) or (shard_numel,)  the authoritative weights that this rank updates: all of them, or its shard where
                         optimizer state is sharded. A view of `full` where that is always there in the same dtype,
                         a tensor of its own else; fp32 where `full` is a 16-bit copy, see [Note: master weights].
@@ -256,5 +256,6 @@ class FlatBuffer(FlatWeights):
 
     def tensors(self) -> list[Tensor]:
         """Returns the tensors that hold model state on this rank now."""
-        own = (self.full, self.home, self.wide, self.local, self.grad, self.full_grad, self._kept)
+        full = self.full if self.filled else None
+        own = (full, self.home, self.wide, self.local, self.grad, self.full_grad, self._kept)
         return [t for t in own if t is not None]

@@ -6,6 +6,7 @@ from operator import attrgetter
 import torch
 from shardlight.ops.bits import bits, same_bits
 from shardlight.ops.sums import CHUNK
+from shardlight.strategies.engine.backing import MAPPED_FROM_BYTES, Backing, HeapBacking, back
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
@@ -63,7 +64,8 @@ class FlatWeights:
         self.device: torch.device = home_of(self.params[0])
         self.pieces: dict[int, Piece] = {p.slot: p for p in self.layout.pieces(collectives.rank)}
         self.gathered = True
-        self.full: Tensor = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._backing = self._back()
+        self.full: Tensor = self._backing.tensor
         self.wide: Tensor | None = None
         self.views: list[Tensor] = [self.slice(i, self.full) for i in range(len(params))]
         self._own = slice(*self.layout.shard_range(collectives.rank))
@@ -105,7 +107,18 @@ class FlatWeights:
             return start[self._span].clone() if self.plan.shard_optimizer else start
         return start[self._own].clone() if self.plan.shard_parameters else start[self._span]
 
+    def _back(self) -> Backing:
+        numel = self.layout.numel
+        if self.plan.shard_parameters and numel * self.dtype.itemsize >= MAPPED_FROM_BYTES:
+            return back(numel, self.dtype, self.device, self.collectives.pages.chunks())
+        return HeapBacking(numel, self.dtype, self.device)
+
     # --- parameters
+
+    @property
+    def filled(self) -> bool:
+        """Whether `full` has memory."""
+        return self._backing.filled
 
     @property
     def guarded(self) -> bool:
@@ -119,7 +132,7 @@ class FlatWeights:
 
     def start_gather(self) -> None:
         """Starts to fill `full`, which is not to be used before `finish_gather`."""
-        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+        self._backing.fill()
         self._transfer = self._start_spread(f"gather {self.name}")
 
     def finish_gather(self) -> None:
@@ -185,7 +198,7 @@ class FlatWeights:
         if not self.gathered:
             return
         self._become(self.nans, self._released_classes)
-        self.full.untyped_storage().resize_(0)
+        self._backing.empty()
         self.wide = None
         self.gathered = False
 
@@ -240,7 +253,7 @@ class FlatWeights:
         if self.wide is not None:
             self._adopt(self._wide_views())
             self.home.copy_(self.wide[self._span])
-            if narrow and self.full.untyped_storage().nbytes():
+            if narrow and self._backing.filled:
                 self.full.copy_(self.wide)
                 self._attach(self.views)
                 self.wide = None

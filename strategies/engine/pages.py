@@ -1,6 +1,7 @@
 """Memory that is used again: the pages of a fresh buffer cost as much as filling it (2 to 3 times a copy, measured)."""
 
 import torch
+from shardlight.strategies.engine.backing import Chunks, open_chunks
 from torch import Tensor
 
 KEPT_BYTES = 64 << 20
@@ -13,6 +14,14 @@ class Pages:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._free: list[Tensor] = []
+        self._chunks: Chunks | None = None
+        self._asked = False
+
+    def chunks(self) -> Chunks | None:
+        """Returns what large gathered buffers are mapped from; None where that is not possible."""
+        if not self._asked:
+            self._asked, self._chunks = True, open_chunks(self.device)
+        return self._chunks
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns (numel,) of anything, on memory that was used before where there is some of about that size."""
