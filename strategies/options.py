@@ -32,6 +32,11 @@ class EngineOptions:
     `backward`: to its backward. `window`: to the optimizer's step. Both send less, and hold up to all weights. `auto`:
     over the window for as many units as fit into half of the memory that is left when the first backward starts."""
 
+    keep_small: int = 0
+    """zero3: parameters of at most this many elements (biases, norms) stay whole on every rank and are never gathered
+    for use; their gradients and optimizer state are sharded all the same. What they hold may be read and, alike on
+    every rank, written between steps, as under zero2."""
+
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
     forward. `blocks_reentrant` is PyTorch's older kind, for blocks that its hooks on saved tensors do not suit."""
@@ -95,6 +100,14 @@ def without_effect(options: EngineOptions, precision: str) -> dict[str, str]:
     return found
 
 
+def _refuse_without_use(options: EngineOptions, strategy: str) -> None:
+    if options.shard_group is not None and strategy in ("single", "ddp"):
+        raise StrategyError(f"shard_group is for zero1, zero2 and zero3: {strategy} shards nothing. Leave it out.")
+    for name in ("keep_gathered", "keep_small"):
+        if getattr(options, name) != getattr(EngineOptions, name) and strategy != "zero3":
+            raise StrategyError(f"{name} is for zero3: the weights of {strategy} are always there. Leave it out.")
+
+
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:
     """Makes the options of a strategy from keyword arguments.
 
@@ -118,10 +131,9 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         raise StrategyError(f"max_not_finite_steps={options.max_not_finite_steps!r} must be at least 1.")
     if options.shard_group is not None and options.shard_group < 1:
         raise StrategyError(f"shard_group={options.shard_group!r} must be at least 1 rank.")
-    if options.shard_group is not None and strategy in ("single", "ddp"):
-        raise StrategyError(f"shard_group is for zero1, zero2 and zero3: {strategy} shards nothing. Leave it out.")
-    if options.keep_gathered != "no" and strategy != "zero3":
-        raise StrategyError(f"keep_gathered is for zero3: the weights of {strategy} are always there. Leave it out.")
+    if options.keep_small < 0:
+        raise StrategyError(f"keep_small={options.keep_small!r} must be 0 or more elements.")
+    _refuse_without_use(options, strategy)
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

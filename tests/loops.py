@@ -102,9 +102,9 @@ def sharded(
 
 
 def check_released(engine: Engine) -> None:
-    if engine.plan.shard_parameters:
-        left = [b.name for b in engine.buffers if b.gathered or b.filled]
-        assert not left, f"left gathered: {left}"
+    sharded = [b for b in engine.buffers if b.plan.shard_parameters]
+    left = [b.name for b in sharded if b.gathered or b.filled]
+    assert not left, f"left gathered: {left}"
 
 
 def check_equal(got: Outcome, want: Outcome, where: str, tolerance: float = 1e-10) -> None:

@@ -22,6 +22,7 @@ SETTINGS = {
     "compile": ("no", "blocks"),
     "defer": (True, False),
     "keep_gathered": ("no", "backward", "window", "auto"),
+    "keep_small": (0, 36),
     "clip": (None, 0.5),
 }
 """Of these only precision, accumulate, clip and reduce may change numbers: each choice of them has a run under ddp."""
@@ -48,17 +49,24 @@ class Late(pl.LightningModule):
 
 def pairwise(settings):
     """Rows of values in which every pair of values of two settings comes up."""
-    names, rows = list(settings), []
-    wanted = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in settings[a] for y in settings[b]}
+    wanted, bits, rows = 0, {}, []
+    for a, b in itertools.combinations(range(len(settings)), 2):
+        for pair in itertools.product(*[range(len(list(settings.values())[n])) for n in (a, b)]):
+            bits[a, b, *pair] = 1 << len(bits)
+            wanted |= bits[a, b, *pair]
+    # By row: the bits of its pairs.
+    masks = {(): 0}
+    for b, values in enumerate(settings.values()):
+        masks = {
+            (*row, y): mask | sum(bits[a, b, x, y] for a, x in enumerate(row))
+            for row, mask in masks.items()
+            for y in range(len(values))
+        }
     while wanted:
-        best = max(itertools.product(*settings.values()), key=lambda row: len(wanted & _pairs(names, row)))
-        wanted -= _pairs(names, best)
-        rows.append(dict(zip(names, best, strict=True)))
+        best = max(masks, key=lambda row: (wanted & masks[row]).bit_count())
+        wanted &= ~masks[best]
+        rows.append({n: settings[n][x] for n, x in zip(settings, best, strict=True)})
     return rows
-
-
-def _pairs(names, row):
-    return set(itertools.combinations(zip(names, row, strict=True), 2))
 
 
 def quiet():
@@ -98,7 +106,7 @@ def combine(rank, world_size, folder, rows):
         if name == "ddp":
             row["shard_group"] = None
         if name != "zero3":
-            row.pop("keep_gathered", None)
+            del row["keep_gathered"], row["keep_small"]
         # In shard groups of one, ranks add micro-batches up before they add to each other, as `window` does.
         order = "window" if row["shard_group"] == 1 else row["reduce"]
         key = row["precision"], row["accumulate"], row["clip"], order
@@ -116,6 +124,11 @@ def test_options_together_change_nothing(tmp_path):
 
 @pytest.mark.long
 def test_all_options_together_change_nothing(tmp_path):
-    settings = {"strategy": ("ddp", "zero1", "zero2", "zero3"), **SETTINGS, "keep_gathered": ("no",)}
+    settings = {
+        "strategy": ("ddp", "zero1", "zero2", "zero3"),
+        **SETTINGS,
+        "keep_gathered": ("no",),
+        "keep_small": (0,),
+    }
     rows = [dict(zip(settings, row, strict=True)) for row in itertools.product(*settings.values())]
     run_ranks(combine, 2, init=False, folder=str(tmp_path), rows=rows, timeout_s=3000)

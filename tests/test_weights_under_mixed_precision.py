@@ -129,18 +129,21 @@ class Alone(Net):
 def check(rank, world_size, folder, kinds):
     for kind in kinds:
         runs = {}
-        for name in ("ddp", "zero1", "zero2", "zero3"):
-            if name == "zero3" and kind in (InPlace, Teacher, Reading, Alone):
+        for name in ("ddp", "zero1", "zero2", "zero3", "zero3 with small ones whole"):
+            if "zero3" in name and kind in (InPlace, Teacher, Reading, Alone):
                 continue  # sharded weights are used under `gathered`
+            options = {"keep_small": 8} if "whole" in name else {}
             g = torch.Generator().manual_seed(rank)
             data = [torch.randn(4, 7, generator=g) for _ in range(6)]
             module = kind()
-            trainer = make_trainer(STRATEGIES[name](reduce="window"), world_size, folder, precision="bf16-mixed")
+            trainer = make_trainer(
+                STRATEGIES[name.split()[0]](reduce="window", **options), world_size, folder, precision="bf16-mixed"
+            )
             trainer.fit(module, DataLoader(data, batch_size=None))
             trainer.strategy.engine.take_in_changes()  # of the last batch's hooks, as a save does
             runs[name] = weights_of(trainer.strategy.engine) | {"seen": torch.tensor(module.seen)}
             for b in trainer.strategy.engine.buffers:
-                assert not (b.wide is not None and name == "zero3")
+                assert not (b.wide is not None and b.plan.shard_parameters)
         for name, got in runs.items():
             for n, want in runs["ddp"].items():
                 where = f"{kind.__name__} {name} {n}"
@@ -155,11 +158,12 @@ def test_weights_are_fp32_for_who_uses_them(world_size, tmp_path):
 
 def check_written_parts(rank, world_size):
     """A part that is written after a hook looked at the weights (an average swapped in, weights loaded) counts."""
-    for plan in ("zero1", "zero2"):
+    for plan in ("zero1", "zero2", "zero3"):
         torch.manual_seed(0)
         model = nn.Linear(7, 5)
         group = dist.group.WORLD if world_size > 1 else None
-        engine = Engine(model, PLANS[plan], group, dtypes=DtypePolicy(compute=torch.bfloat16, mixed=True))
+        mixed = DtypePolicy(compute=torch.bfloat16, mixed=True)
+        engine = Engine(model, PLANS[plan], group, dtypes=mixed, keep_small=35 if plan == "zero3" else 0)
         with torch.no_grad():
             model.weight.mul_(1 + 2**-12)  # a look, and a write smaller than a bf16 step
             assert any(b.wide is not None for b in engine.buffers)
@@ -167,7 +171,9 @@ def check_written_parts(rank, world_size):
                 _, part = engine.owned_piece(parameter)
                 part.add_(1.0)
         engine.weights_changed()
+        assert model.weight.detach().sum() > 0 and any(b.wide is not None for b in engine.buffers)
         with engine.forward(), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert all(b.wide is None for b in engine.buffers), "a look ends with the next use of the model"
             got = model(torch.eye(7))
         torch.manual_seed(0)
         want = nn.Linear(7, 5)

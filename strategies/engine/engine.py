@@ -60,7 +60,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
-        keep_gathered: see EngineOptions.
+        keep_gathered, keep_small: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -74,6 +74,7 @@ class Engine:
         transforms: BlockTransforms | None = None,
         dtypes: DtypePolicy = AS_THEY_ARE,
         keep_gathered: KeepGathered = "no",
+        keep_small: int = 0,
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -92,7 +93,9 @@ class Engine:
         """By unit that is being gathered: whether this rank had it gathered already."""
         with torch.no_grad():
             materialise_buffers(model)
-            self.table = UnitTable(model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes)
+            self.table = UnitTable(
+                model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes, keep_small
+            )
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement, keep_gathered)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
@@ -360,7 +363,7 @@ class Engine:
         if parameter not in self.table.place:
             return None
         unit, buffer, slot = self.table.place[parameter]
-        if buffer.wide is not None and not self.plan.shard_parameters:
+        if buffer.wide is not None and not unit.sharded:
             # What a hook wrote to the weights it used counts; what is written to the part from here on comes later.
             buffer.write_back(narrow=not unit.pinned)
         piece = buffer.pieces.get(slot)
@@ -377,10 +380,10 @@ class Engine:
         return tuple(tensor.shape)
 
     def take_in_changes(self) -> None:
-        """Takes changes that were made to replicated parameters (in place, or of their `data`) into what is updated."""
-        if not self.plan.shard_parameters:
-            with torch.no_grad():
-                for unit in self.table.units:
+        """Takes changes that were made to whole parameters (in place, or of their `data`) into what is updated."""
+        with torch.no_grad():
+            for unit in self.table.units:
+                if not unit.sharded:
                     unit.write_back(narrow=not unit.pinned)
 
     def weights_changed(self) -> None:

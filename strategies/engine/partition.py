@@ -1,7 +1,7 @@
 """Cuts a model into units: the parameters that are gathered and reduced together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardlight.strategies.errors import StrategyError
 from torch import nn
@@ -30,6 +30,8 @@ class UnitSpec:
     keep: bool = False
     block: bool = False
     """One of the model's blocks, and not one of the modules around them."""
+    whole: bool = False
+    """Its parameters stay on every rank, whatever becomes of the others."""
 
 
 def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSpec]:
@@ -57,6 +59,20 @@ def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSp
     order = {id(p): i for i, p in enumerate(model.parameters())}
     units = [u for u in units if u.params]
     return sorted(units, key=lambda u: min(order[id(p)] for _, p in u.params))
+
+
+def set_small_apart(units: list[UnitSpec], most: int) -> list[UnitSpec]:
+    """Returns the units without their parameters of up to `most` elements, and one more that has all of these.
+
+    One for the whole model: its gradients are reduced, and its new weights published, in one collective. A unit stays,
+    if only in name, when nothing is left in it. The choice depends on shapes alone, so every rank makes the same.
+    """
+    small = UnitSpec("small parameters", whole=True)
+    rest = []
+    for unit in units:
+        small.params += [(n, p) for n, p in unit.params if p.numel() <= most]
+        rest.append(replace(unit, params=[(n, p) for n, p in unit.params if p.numel() > most]))
+    return [*rest, small] if small.params else units
 
 
 def _take(unit: UnitSpec, name: str, parameter: nn.Parameter, taken: set[int]) -> None:

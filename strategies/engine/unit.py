@@ -75,6 +75,8 @@ class Unit:
         self.name = name
         self.keep = keep
         self.buffers = buffers
+        self.sharded: bool = any(b.plan.shard_parameters for b in buffers)
+        """Whether it is released at all; else its weights are always there."""
         self.keep_gathered: Literal["no", "backward", "window"] = "no"
         """How long it stays gathered after forward: not at all, to its own backward, or to the optimizer's step."""
         self.depth = 0
@@ -185,7 +187,7 @@ class Unit:
 
         Raises: StrategyError: an outside view is about, or a weight was changed, and `force` is given.
         """
-        if self.pinned or self.depth or not any(b.gathered for b in self.buffers):
+        if not self.sharded or self.pinned or self.depth or not any(map(_is_gathered, self.buffers)):
             return
         if self.has_outside_views(1.0 if force else 0.01):
             if force:

@@ -1,13 +1,14 @@
 """All units of a model and where each parameter lies: what the parts of the engine share."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.flat_weights import BufferDtypes
-from shardlight.strategies.engine.partition import UnitSpec, find_units
+from shardlight.strategies.engine.partition import UnitSpec, find_units, set_small_apart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
 from shardlight.strategies.engine.unit import Unit
@@ -26,6 +27,7 @@ class UnitTable:
         ranks: Ranks,
         owner: Owner,
         dtypes: DtypePolicy,
+        keep_small: int = 0,
     ) -> None:
         self.plan = plan
         self._dtypes = dtypes
@@ -33,7 +35,8 @@ class UnitTable:
         self.reduce: Reduce = reduce
         self.ranks = ranks
         self.collectives = ranks.world
-        self.specs: list[UnitSpec] = find_units(model, unit_classes)
+        specs = find_units(model, unit_classes)
+        self.specs: list[UnitSpec] = set_small_apart(specs, keep_small) if keep_small else specs
         self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
         self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
         self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
@@ -59,14 +62,15 @@ class UnitTable:
             kind = (parameter.dtype, self._compute.get(parameter), parameter.requires_grad)
             kinds.setdefault(kind, []).append((name, parameter))
         buffers = []
+        plan = replace(self.plan, shard_parameters=self.plan.shard_parameters and not spec.whole)
         for (_, compute, _), params in kinds.items():
             dtypes = BufferDtypes(
                 compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce, guarded=self._dtypes.guarded
             )
-            buffers.append(FlatBuffer(spec.name, params, self.plan, self.reduce, self.ranks, owner, dtypes))
+            buffers.append(FlatBuffer(spec.name, params, plan, self.reduce, self.ranks, owner, dtypes))
         unit = Unit(index, spec.name, spec.keep, buffers)
         unit.several = len(spec.roots) > 1
-        if self.plan.shard_parameters:
+        if unit.sharded:
             # At once: a model that was built deferred is never whole on any rank.
             unit.release()
         return unit

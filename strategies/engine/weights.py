@@ -48,8 +48,8 @@ class Weights:
         self._unit_of_storage: dict[int, Unit] = {
             b.full.untyped_storage()._cdata: u for u in table.units for b in u.buffers
         }
-        if table.plan.shard_parameters:
-            for unit, spec in zip(table.units, table.specs, strict=True):
+        for unit, spec in zip(table.units, table.specs, strict=True):
+            if unit.sharded:
                 self._hook_forward(unit, spec)
 
     def _hook_forward(self, unit: Unit, spec: UnitSpec) -> None:
@@ -104,7 +104,7 @@ class Weights:
             self._keep = "chosen"
             if self.table.plan.shard_parameters and self.table.collectives.world_size > 1:
                 self._agreement.meet("memory that is left")
-                keep_what_fits(self.table.units, self.table.collectives)
+                keep_what_fits([u for u in self.table.units if u.sharded], self.table.collectives)
 
     def on_use(self, parameter: nn.Parameter, operation: str) -> None:
         """Called when a released parameter's values are used; see [Note: released parameters].
@@ -133,7 +133,7 @@ class Weights:
         with torch.no_grad():
             for unit in [u for u in self._wide if not u.pinned]:
                 self._wide.discard(unit)
-                if not self.table.plan.shard_parameters:
+                if not unit.sharded:
                     unit.write_back()
 
     def equal(self, first: Tensor, second: Tensor) -> bool:
@@ -267,11 +267,10 @@ class Weights:
 
     def drop(self) -> None:
         """Releases units that are kept after their use, without a look at them: they hold weights of before."""
-        if self.table.plan.shard_parameters:
-            for unit in self.table.units:
-                if not unit.pinned and not unit.depth:
-                    for buffer in unit.buffers:
-                        buffer.release()
+        for unit in self.table.units:
+            if unit.sharded and not unit.pinned and not unit.depth:
+                for buffer in unit.buffers:
+                    buffer.release()
 
     def release_for_step(self) -> None:
         """Before an optimizer changes the shards: nobody may go on with weights from before.
