@@ -3,7 +3,7 @@
 [Note: tensors of a buffer]
 full    (numel,)        the parameters laid end to end, in the dtype they are computed with; they are views of it.
                         Sharded parameters: its storage is emptied between uses and refilled in place, never
-                        replaced, because autograd saves views; see [Note: mapped memory], backing.py.
+                        replaced, because autograd saves views; see [Note: moved pages], backing.py.
 home    (numel,) or (shard_numel,)  the authoritative weights that this rank updates: all of them, or its shard where
                         optimizer state is sharded. A view of `full` where that is always there in the same dtype,
                         a tensor of its own else; fp32 where `full` is a 16-bit copy, see [Note: master weights].

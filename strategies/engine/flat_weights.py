@@ -6,7 +6,7 @@ from operator import attrgetter
 import torch
 from shardlight.ops.bits import bits, same_bits
 from shardlight.ops.sums import CHUNK
-from shardlight.strategies.engine.backing import MAPPED_FROM_BYTES, Backing, HeapBacking, back
+from shardlight.strategies.engine.backing import MOVED_FROM_BYTES, Backing, HeapBacking, back
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
@@ -109,7 +109,7 @@ class FlatWeights:
 
     def _back(self) -> Backing:
         numel = self.layout.numel
-        if self.plan.shard_parameters and numel * self.dtype.itemsize >= MAPPED_FROM_BYTES:
+        if self.plan.shard_parameters and numel * self.dtype.itemsize >= MOVED_FROM_BYTES:
             return back(numel, self.dtype, self.device, self.collectives.pages.chunks())
         return HeapBacking(numel, self.dtype, self.device)
 

@@ -18,7 +18,7 @@ class Pages:
         self._asked = False
 
     def chunks(self) -> Chunks | None:
-        """Returns what large gathered buffers are mapped from; None where that is not possible."""
+        """Returns the pages of large gathered buffers; None where that is not possible."""
         if not self._asked:
             self._asked, self._chunks = True, open_chunks(self.device)
         return self._chunks
