@@ -121,6 +121,9 @@ def moves(rank, world_size, dtype):
     collectives.reduce_scatter(grads, own, "test")
     total = sum(r + 1 for r in range(world_size))
     assert own.tolist() == [i * total for i in range(rank * n, (rank + 1) * n)]
+    empty = torch.zeros(0, dtype=dtype)
+    collectives.all_gather(empty, empty, "test")
+    collectives.reduce_scatter(empty, empty, "test")
     size = full.element_size() * n * (world_size - 1)
     assert collectives.bytes_sent == 2 * size, (collectives.bytes_sent, size)
     flag = torch.tensor([rank == 0], dtype=torch.bool)

@@ -351,3 +351,35 @@ def waits_for_the_other(rank, world_size):
 
 def test_a_rank_that_waits_for_others_keeps_none_of_their_weights():
     run_ranks(waits_for_the_other, 2, timeout_s=20)
+
+
+def look_before_the_step(rank, world_size, keep):
+    """A use of the model between a window's end and its step, that stops while the next gather is on its way."""
+    results = []
+    for looks in (False, True):
+        model = build(Blocks)
+        engine = Engine(model, PLANS["zero3"], group(world_size), keep_gathered=keep)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        engine.take_optimizer(optimizer)
+        losses = []
+        for step in range(8):
+            with engine.forward():
+                loss = model(rows(step, rank)).square().mean()
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.close_window()
+            if looks and step >= 5:  # the order of a forward has been recorded by then
+                with engine.forward():
+                    model(rows(step, rank), order=())
+                if step == 6 and rank == 0:
+                    with engine.forward():
+                        model(rows(step, rank), order=(1,))
+            engine.step(optimizer)
+        check_released(engine)
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("keep", ["no", "window"])
+def test_a_gather_that_was_on_its_way_during_a_step_brings_no_old_weights(keep):
+    run_ranks(look_before_the_step, 2, keep=keep)

@@ -134,8 +134,9 @@ class Collectives:
         return Transfer(self._all_gather(real_view(full), real_view(shard), caller), caller)
 
     def _all_gather(self, full: Tensor, shard: Tensor, caller: str) -> Iterator[None]:
-        own = full.view(self.world_size, -1)[self.rank]
-        if self.world_size == 1:
+        parts = self._rows(full)
+        own = parts[self.rank]
+        if self.world_size == 1 or not shard.numel():
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
             yield
@@ -143,7 +144,6 @@ class Collectives:
         self._count("all_gather", shard.nbytes * (self.world_size - 1))
         with self._named(caller):
             if self._direct:
-                parts = full.view(self.world_size, -1)
                 works = self._swap([(peer, parts[peer], shard) for peer in self._peers])
                 if own.data_ptr() != shard.data_ptr():
                     own.copy_(shard)
@@ -174,9 +174,9 @@ class Collectives:
         return Transfer(self._reduce_scatter(real_view(full), real_view(out), caller, add), caller)
 
     def _reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool) -> Iterator[None]:
-        parts = list(full.view(self.world_size, -1))
-        if self.world_size == 1:
-            if add or out.data_ptr() != full.data_ptr():
+        parts = list(self._rows(full))
+        if self.world_size == 1 or not out.numel():
+            if self.world_size == 1 and (add or out.data_ptr() != full.data_ptr()):
                 sum_in_rank_order(parts, out, add)
             yield
             return
@@ -189,7 +189,7 @@ class Collectives:
             work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
         yield
         self._wait([work], caller)
-        sum_in_rank_order(list(received.view(self.world_size, -1)), out, add)
+        sum_in_rank_order(list(self._rows(received)), out, add)
 
     def _reduce_pieces(self, parts: list[Tensor], out: Tensor, caller: str, add: bool) -> Iterator[None]:
         numel = parts[0].numel()
@@ -218,6 +218,10 @@ class Collectives:
                 with self._named(caller):
                     under_way[number % len(landings)] = receive(number + len(landings))
         self.pages.give(staging)
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Returns (world_size, n) of a flat tensor, which may be empty."""
+        return flat.view(self.world_size, flat.numel() // self.world_size)
 
     def _swap(self, exchanges: list[tuple[int, Tensor, Tensor]]) -> list[Any]:
         """Starts to receive from, and send to, each peer. Args: exchanges: (peer, to receive into, to send)."""
@@ -264,7 +268,7 @@ class Collectives:
                 all_gather_flat(rows, values, group=self.group)
         if opened is not None:
             end(opened)
-        return rows.view(self.world_size, -1)
+        return self._rows(rows)
 
     def gather_objects(self, value: Any, caller: str) -> list[Any]:
         """Returns what each rank holds; for plain data in faults and manifests, off the hot path."""

@@ -186,8 +186,8 @@ class Engine:
         if kind is Need.GATHER:
             unit.finish_gather()
             if not own and not self._had[unit.index]:
-                # A rank that waits for others must not end up with the whole model.
-                unit.release()
+                # A rank that waits for others must not end up with the whole model. Nobody here has used it.
+                unit.drop()
         elif kind is Need.GATHER_HOME:
             unit.gather_home(own)
         else:

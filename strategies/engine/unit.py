@@ -166,6 +166,12 @@ class Unit:
             if buffer.shows_home:
                 buffer.gather_home(own)
 
+    def drop(self) -> None:
+        """Frees the full weights without a look at them, unless the unit is in use."""
+        if not self.pinned and not self.depth:
+            for buffer in self.buffers:
+                buffer.release()
+
     def has_outside_views(self, patience_s: float) -> bool:
         """Whether someone else holds a view of the weights; see [Note: outside views].
 

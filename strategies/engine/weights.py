@@ -268,9 +268,8 @@ class Weights:
     def drop(self) -> None:
         """Releases units that are kept after their use, without a look at them: they hold weights of before."""
         for unit in self.table.units:
-            if unit.sharded and not unit.pinned and not unit.depth:
-                for buffer in unit.buffers:
-                    buffer.release()
+            if unit.sharded:
+                unit.drop()
 
     def release_for_step(self) -> None:
         """Before an optimizer changes the shards: nobody may go on with weights from before.
