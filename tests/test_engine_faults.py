@@ -276,3 +276,29 @@ def check_points(rank, world_size):
 
 def test_ranks_at_different_points_are_named():
     on_two_ranks(check_points)
+
+
+def spoil_after_clipping(rank, world_size):
+    for plan in plans(world_size):
+        model, opt, engine = start(plan, rank, world_size)
+        before = [engine.owned_piece(p)[1].clone() for p in engine.table.parameters]
+        for spoilt in (False, True):
+            with engine.forward():
+                loss = model(rows(0, rank)).square().mean()
+            engine.backward(loss)
+            engine.clip(opt, 1e-3)
+            if spoilt:
+                # As a hook would, after the norm was found to be finite: in one element, that one rank owns.
+                model.head.bias.grad[0] = float("inf")
+            result = engine.step(opt)
+            assert result is (StepResult.NOT_FINITE if spoilt else StepResult.STEPPED), f"{plan} {spoilt} {result}"
+            after = [engine.owned_piece(p)[1].clone() for p in engine.table.parameters]
+            if any(a.numel() for a in after):  # the model is so small that rank 0 owns it all
+                assert spoilt == all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), plan
+            before = after
+            engine.open_window()
+
+
+def test_a_gradient_that_is_spoilt_after_clipping_is_found():
+    run_ranks(spoil_after_clipping, 1)
+    on_two_ranks(spoil_after_clipping)

@@ -102,6 +102,10 @@ def test_square_sums_do_not_depend_on_the_partition(dtype):
     whole = square_sums(flat)
     parts = torch.cat([square_sums(part) for part in flat.chunk(3)])
     assert whole.dtype == torch.float64 and torch.equal(whole, parts)
+    large = torch.randn(601 * CHUNK, dtype=torch.float32).to(dtype)
+    for cuts in ([601], [1] * 601, [255, 1, 300, 45], [256, 256, 89]):
+        parts = [square_sums(part) for part in large.split([n * CHUNK for n in cuts])]
+        assert torch.equal(torch.cat(parts), square_sums(large)), cuts
     assert float(whole.sum()) == pytest.approx(float(flat.to(torch.complex128).abs().square().sum()), rel=1e-12)
     assert square_sums(flat[:0]).shape == (0,) and float(abs_max(flat[:0])) == 0
 

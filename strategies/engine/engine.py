@@ -15,6 +15,7 @@ Usable without Lightning:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 from weakref import WeakSet
 
@@ -226,9 +227,7 @@ class Engine:
         changed = self.gradients.adopt()
         wanted = None if optimizer is None else self.local_parameters.numbers_of(optimizer)
         used = tuple(u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used))
-        # `p.grad` is a view of these tensors and shares their version: a hook that changes it is seen.
-        versions = tuple(t._version for b in self.buffers for t in (b.grad, b.full_grad) if t is not None)
-        key = (norm_type, used, versions)
+        key = (norm_type, used, self._gradient_versions())
         if changed:
             # On every rank: one whose shard is not concerned sees no new version.
             self.window.norms.clear()
@@ -238,6 +237,10 @@ class Engine:
             with torch.no_grad():
                 self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.ranks.shard)
         return self.window.norms[key]
+
+    def _gradient_versions(self) -> tuple[int, ...]:
+        # `p.grad` is a view of these tensors and shares their version: a hook that changes it is seen.
+        return tuple(t._version for b in self.buffers for t in (b.grad, b.full_grad) if t is not None)
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
@@ -249,6 +252,8 @@ class Engine:
                 for gradient in self._local_gradients(optimizer):
                     gradient.mul_(factor)
             self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
+        if isfinite(total):
+            self.window.finite = self.local_parameters.numbers_of(optimizer), self._gradient_versions()
         return total
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
@@ -277,10 +282,14 @@ class Engine:
 
     def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
         """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
-        used = self.window.used
-        held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
-        flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
-        finite = all(bool(torch.isfinite(torch.stack(real_view(f).aminmax())).all()) for f in flats if f is not None)
+        used, known = self.window.used, self.window.finite
+        finite = known is not None and numbers <= known[0] and known[1] == self._gradient_versions()
+        if not finite:
+            held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
+            flats = [
+                real_view(f) for b in held if (f := b.grad if self.plan.shard_optimizer else b.full_grad) is not None
+            ]
+            finite = all(bool(torch.isfinite(torch.stack(f.aminmax())).all()) for f in flats)
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
         if self.collectives.gather_small(row, "finite gradients").all():
