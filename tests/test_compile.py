@@ -260,7 +260,7 @@ def live_bytes(rank, world_size, recompute):
     for step in range(4):
         with engine.forward():
             loss = token_loss(model, token_batch(step, 4, torch.float64))
-        check_released(engine)
+        check_released(engine, turning=True)
         between = tensor_bytes()
         engine.backward(loss)
         check_released(engine)

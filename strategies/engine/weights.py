@@ -39,6 +39,11 @@ class Weights:
         self.running = 0
         """How many `forward` contexts are open; weights can be gathered on use while > 0."""
         self._in_pass = ""
+        self.turning: Unit | None = None
+        """What forward holds or uses last and backward needs first: it stays in between."""
+        self._last: Unit | None = None
+        self._turned = False
+        """Whether this backward has shown what it needs first."""
         self._with_gradients = False
         """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.handles: list[Any] = []
@@ -58,6 +63,8 @@ class Weights:
                 return
             unit.depth += 1
             self.gather(unit)
+            if unit is not self._last and not _in_backward():
+                self._use(unit)
             saving = self.saving()
             saving.__enter__()
             unit.saving.append(saving)
@@ -94,9 +101,19 @@ class Weights:
 
     def _stays(self, unit: Unit) -> bool:
         """Whether a unit is kept beyond this use of it, for a backward or the next micro-batch."""
-        if unit.keep_gathered == "no" or not self._with_gradients:
+        if not self._with_gradients:
             return False
-        return unit.keep_gathered == "window" or self._in_pass != "backward"
+        if self._in_pass == "backward":
+            return unit.keep_gathered == "window"
+        return unit.keep_gathered != "no" or (unit is self.turning and (unit.keep or unit is self._last))
+
+    def _use(self, unit: Unit) -> None:
+        """Notes that a unit's forward runs, after that of another one."""
+        before, self._last = self._last, unit
+        if before is not None and before is self.turning and not before.keep:
+            # It was not the last, this time.
+            self.turning = None
+            before.release()
 
     def choose_kept(self) -> None:
         """Chooses which units stay gathered after forward, at the start of the first backward. Collective."""
@@ -161,6 +178,9 @@ class Weights:
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
         if not unit.gathered:
+            if self._in_pass == "backward" and not self._turned:
+                self._turned = True
+                self.turning = unit if unit.keep or unit is self._last else None
             with torch.no_grad():
                 self._agreement.need(Need.GATHER.of(unit.index), f"gather {unit.name}")
 
@@ -242,6 +262,9 @@ class Weights:
             self.end_copy_uses()
             self.table.refresh()
             self._in_pass, self._with_gradients = kind, torch.is_grad_enabled()
+            self._turned = self.turning is not None and self.turning.gathered
+            if kind != "backward":
+                self._last = None
             self._agreement.begin_pass(f"{kind} with gradients" if self._with_gradients else kind)
         self.running += 1
         failed = True
