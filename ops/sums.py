@@ -7,6 +7,8 @@ from torch import Tensor
 
 CHUNK = 1024
 """Elements per partial sum of `square_sums`; every shard of a flat buffer is a multiple of it."""
+_STEP = 1 << 18
+"""Elements at a time."""
 _ROWS = 256
 """Chunks at a time."""
 
@@ -31,6 +33,21 @@ def square_sums(flat: Tensor, chunk: int = CHUNK) -> Tensor:
         torch.mul(squares, squares, out=squares)
         torch.sum(squares, dim=1, out=sums[first : first + _ROWS])
     return sums
+
+
+def scale_and_check(flat_N: Tensor, scale: float) -> bool:
+    """Multiplies (n,) `flat_N` by `scale` in place; returns whether it holds no inf and no NaN then.
+
+    On CPU in steps that stay in a core's cache, so that memory is read once.
+    """
+    flat = real_view(flat_N)
+    ends: list[Tensor] = []
+    for part in flat.split(_STEP if flat.device.type == "cpu" else max(1, flat.numel())):
+        if scale != 1.0:
+            part.mul_(scale)
+        if part.numel():
+            ends += part.aminmax()
+    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
 
 
 def abs_max(flat: Tensor) -> Tensor:

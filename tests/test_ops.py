@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from shardlight.ops import bits
-from shardlight.ops.sums import sum_in_rank_order
+from shardlight.ops.sums import scale_and_check, sum_in_rank_order
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
 
@@ -43,3 +43,15 @@ def test_sums_in_rank_order_are_left_to_right_and_may_end_in_a_part(dtype, add):
             assert all(torch.equal(m, p) for i, (m, p) in enumerate(zip(mine, parts, strict=True)) if i != own)
         out = torch.ones(33, dtype=wide)
         assert torch.equal(sum_in_rank_order(parts, out, add), expected + 1 if add else expected)
+
+
+def test_scaling_finds_what_is_not_finite():
+    for dtype, n in itertools.product(DTYPES[:5], (0, 1, 7, (1 << 18) - 1, (1 << 18) + 3)):
+        flat = torch.ones(n).to(dtype)
+        assert scale_and_check(flat, 0.5) and torch.equal(flat, torch.full((n,), 0.5).to(dtype))
+        for bad, at in itertools.product(
+            (float("inf"), -float("inf"), float("nan")), {0, n // 2, n - 1} & set(range(n))
+        ):
+            spoilt = flat.clone()
+            spoilt[at] = bad
+            assert not scale_and_check(spoilt, 1.0), (dtype, n, bad, at)

@@ -18,6 +18,7 @@ kept  (shard_numel,)    final gradients of an earlier window that this one adds 
 from operator import attrgetter
 
 import torch
+from shardlight.ops.sums import scale_and_check
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -191,17 +192,20 @@ class FlatBuffer(FlatWeights):
                 if index not in self.touched:
                     local[s.start : s.stop].zero_()
 
-    def finish(self, scale: float) -> None:
-        """Ends the window: sums become means; replicated gradients come to every rank. Collective."""
+    def finish(self, scale: float) -> bool:
+        """Ends the window: sums become means; replicated gradients come to every rank. Collective.
+
+        Returns: whether this rank's part is known to be finite.
+        """
         assert self.grad is not None
         self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
-        if scale != 1.0:
-            self.grad *= scale
+        finite = scale_and_check(self.grad, scale)
         if self._kept is not None:
             self.grad += self._kept
-            self._kept = None
+            self._kept, finite = None, False
         if not self.plan.shard_gradients and not self.plan.shard_optimizer:
             self.gather_gradients()
+        return finite
 
     def gather_gradients(self) -> Tensor:
         """Returns the (numel,) mean gradients of the window on every rank. Collective."""

@@ -227,7 +227,7 @@ class Engine:
         changed = self.gradients.adopt()
         wanted = None if optimizer is None else self.local_parameters.numbers_of(optimizer)
         used = tuple(u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used))
-        key = (norm_type, used, self._gradient_versions())
+        key = (norm_type, used, self.gradients.versions())
         if changed:
             # On every rank: one whose shard is not concerned sees no new version.
             self.window.norms.clear()
@@ -237,10 +237,6 @@ class Engine:
             with torch.no_grad():
                 self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.ranks.shard)
         return self.window.norms[key]
-
-    def _gradient_versions(self) -> tuple[int, ...]:
-        # `p.grad` is a view of these tensors and shares their version: a hook that changes it is seen.
-        return tuple(t._version for b in self.buffers for t in (b.grad, b.full_grad) if t is not None)
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
@@ -253,7 +249,7 @@ class Engine:
                     gradient.mul_(factor)
             self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
         if isfinite(total):
-            self.window.finite = self.local_parameters.numbers_of(optimizer), self._gradient_versions()
+            self.window.finite = self.local_parameters.numbers_of(optimizer), self.gradients.versions()
         return total
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
@@ -283,7 +279,7 @@ class Engine:
     def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
         """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
         used, known = self.window.used, self.window.finite
-        finite = known is not None and numbers <= known[0] and known[1] == self._gradient_versions()
+        finite = known is not None and numbers <= known[0] and known[1] == self.gradients.versions()
         if not finite:
             held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
             flats = [

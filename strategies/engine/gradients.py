@@ -233,12 +233,17 @@ class Gradients:
             written = [b for b, by_any in zip(self.table.buffers, self.window.written, strict=True) if by_any]
             if self.table.reduce == "window":
                 self._reduce_window(written, several)
-            for buffer in written:
-                buffer.finish(scale)
+            finite = [buffer.finish(scale) for buffer in written]
             self.window.check_complete(self.table.names)
             self.show()
+            if all(finite):
+                self.window.finite = frozenset(range(n_params)), self.versions()
             if buffers_changed:
                 self._replicas.synchronise()
+
+    def versions(self) -> tuple[int, ...]:
+        """Returns what tells whether final gradients were changed: `p.grad` is a view of these tensors."""
+        return tuple(t._version for b in self.table.buffers for t in (b.grad, b.full_grad) if t is not None)
 
     def _reduce_window(self, buffers: list[FlatBuffer], several: bool) -> None:
         # Each is under way while the one before is added up.

@@ -57,7 +57,7 @@ class Window:
     not_finite: list[str] = field(default_factory=list)
     """Names of parameters whose gradient was inf or NaN, on some rank."""
     finite: tuple[frozenset[int], tuple[int, ...]] | None = None
-    """Parameters whose gradients are known to be finite, from their norm, and the versions that these had then."""
+    """Numbers of parameters whose gradients are known to be finite on this rank, and their versions then."""
     norms: dict[Any, Tensor] = field(default_factory=dict)
     """Norms that were taken of the final gradients, by type, parameters and versions of the gradients."""
 
