@@ -172,7 +172,15 @@ def bench_zero(
             profile.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _fail(f"--profile {profile}: cannot make this folder ({error.strerror}).")
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _fail(f"--json {out}: cannot make its folder ({error.strerror}).")
     try:
+        missing = zero.choose(peers, quick)[1] if strict and peers else []
+        if missing:
+            _fail(f"--strict: {', '.join(missing)} is not installed: install it, or leave it out of --against.", 4)
         result = zero.run(
             zero.SIZES[name],
             peers,

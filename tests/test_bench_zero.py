@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,7 @@ def test_under_the_trainer_the_same_steps_are_taken(bare):
         (["zero", "--size", "smal"], "--size smal: no such size. Did you mean 'small'?"),
         (["zero", "--against", "ddpp"], "--against ddpp: no such peer. Did you mean 'ddp'?"),
         (["zero", "--profile", BASELINE], "cannot make this folder"),
+        (["zero", "--json", BASELINE / "x.json"], "cannot make its folder"),
         (["diff", "nothing.json", "nothing.json"], "nothing.json"),
     ],
 )
@@ -218,6 +220,12 @@ def test_what_cannot_be_run_is_said_at_once(line, words, tmp_path):
     outcome = run_command(["bench", *line], tmp_path)
     assert outcome.code == 2, outcome.output
     assert words in outcome.output and "Traceback" not in outcome.output
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_strict_refuses_at_once_when_a_named_peer_is_absent(tmp_path):
+    outcome = run_command(["bench", "zero", "--strict", "--against", "ddp,deepspeed"], tmp_path)
+    assert outcome.code == 4 and "--strict: deepspeed is not installed" in outcome.output
 
 
 def test_diff_shows_what_changed(tmp_path):

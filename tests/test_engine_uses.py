@@ -383,3 +383,56 @@ def look_before_the_step(rank, world_size, keep):
 @pytest.mark.parametrize("keep", ["no", "window"])
 def test_a_gather_that_was_on_its_way_during_a_step_brings_no_old_weights(keep):
     run_ranks(look_before_the_step, 2, keep=keep)
+
+
+def look_with_numpy(rank, world_size):
+    """`.numpy()` under `gathered` fixes a storage for good: the unit takes another one, also while a loss is open."""
+    results = []
+    for looks in (False, True):
+        model = build(Blocks)
+        engine = Engine(model, PLANS["zero3"], group(world_size))
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        engine.take_optimizer(optimizer)
+        losses = []
+        for step in range(6):
+            with engine.forward():
+                loss = model(rows(step, rank)).square().mean()
+            if looks:
+                with engine.gathered():
+                    assert model.head.weight.detach().numpy().std() > 0
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step(optimizer)
+            if looks:
+                with engine.gathered(model.blocks):
+                    kept = [p.detach().numpy().sum() for p in model.blocks.parameters()]
+                    assert len(kept) == 12
+                check_released(engine)
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_numpy_may_look_at_gathered_weights(world_size):
+    run_ranks(look_with_numpy, world_size)
+
+
+class Emptiness(nn.Module):
+    """An empty parameter that is alone in its unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x)) + self.empty.sum()
+
+
+def train_with_emptiness(rank, world_size):
+    check_all_plans(Emptiness, lambda m, b, step, r: [m(b).square().mean()], rank, world_size, "empty", steps=5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_of_an_empty_parameter_trains(world_size):
+    run_ranks(train_with_emptiness, world_size)

@@ -30,6 +30,8 @@ class Backing(Protocol):
     tensor: Tensor
     """(numel,); not to be touched while it is empty."""
     filled: bool
+    pinned: bool
+    """Whether its memory cannot be taken away any more: an array of NumPy was made of it, though it may be gone."""
 
     def fill(self) -> None:
         """Gives it memory, which holds anything."""
@@ -45,6 +47,11 @@ class HeapBacking:
         self.tensor: Tensor = torch.zeros(numel, dtype=dtype, device=device)
         self.filled = True
         self._nbytes = self.tensor.nbytes
+
+    @property
+    def pinned(self) -> bool:
+        """See Backing.pinned."""
+        return not self.tensor.untyped_storage().resizable()
 
     def fill(self) -> None:
         """See Backing.fill."""
@@ -100,6 +107,8 @@ class _Range:
 
 class MovedBacking:
     """See [Note: moved pages]. Linux, CPU."""
+
+    pinned = False
 
     def __init__(self, numel: int, dtype: torch.dtype, chunks: Chunks) -> None:
         self._count = -(-numel * dtype.itemsize // CHUNK_BYTES)

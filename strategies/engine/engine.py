@@ -282,10 +282,9 @@ class Engine:
         finite = known is not None and numbers <= known[0] and known[1] == self.gradients.versions()
         if not finite:
             held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
-            flats = [
-                real_view(f) for b in held if (f := b.grad if self.plan.shard_optimizer else b.full_grad) is not None
-            ]
-            finite = all(bool(torch.isfinite(torch.stack(f.aminmax())).all()) for f in flats)
+            flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
+            ends = [torch.stack(real_view(f).aminmax()) for f in flats if f is not None and f.numel()]
+            finite = all(bool(torch.isfinite(e).all()) for e in ends)
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
         if self.collectives.gather_small(row, "finite gradients").all():

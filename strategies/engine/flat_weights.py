@@ -1,5 +1,6 @@
 """The weights of a flat buffer: gathered and released, written back and published."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -66,6 +67,8 @@ class FlatWeights:
         self.gathered = True
         self._backing = self._back()
         self.full: Tensor = self._backing.tensor
+        self.renewed: Callable[[], None] = lambda: None
+        """Called when `full` has another storage."""
         self.wide: Tensor | None = None
         self.views: list[Tensor] = [self.slice(i, self.full) for i in range(len(params))]
         self._own = slice(*self.layout.shard_range(collectives.rank))
@@ -198,9 +201,18 @@ class FlatWeights:
         if not self.gathered:
             return
         self._become(self.nans, self._released_classes)
+        if self._backing.pinned:
+            self._renew()
         self._backing.empty()
         self.wide = None
         self.gathered = False
+
+    def _renew(self) -> None:
+        """Takes another storage: `.numpy()` on a gathered weight makes this one unfit for being emptied."""
+        self._backing = self._back()
+        self.full = self._backing.tensor
+        self.views = [self.slice(i, self.full) for i in range(len(self.params))]
+        self.renewed()
 
     def show_home(self, gathered: bool) -> None:
         """Makes the parameters views of all authoritative weights. Collective.

@@ -50,12 +50,16 @@ class Weights:
         self._guards = any(b.guarded for u in table.units for b in u.buffers)
         self._wide: set[Unit] = set()
         """Units whose parameters show their authoritative weights because someone used them."""
-        self._unit_of_storage: dict[int, Unit] = {
-            b.full.untyped_storage()._cdata: u for u in table.units for b in u.buffers
-        }
+        self._unit_of_storage: dict[int, Unit] = {}
+        self._note_storages()
+        for buffer in table.buffers:
+            buffer.renewed = self._note_storages
         for unit, spec in zip(table.units, table.specs, strict=True):
             if unit.sharded:
                 self._hook_forward(unit, spec)
+
+    def _note_storages(self) -> None:
+        self._unit_of_storage = {b.full.untyped_storage()._cdata: u for u in self.table.units for b in u.buffers}
 
     def _hook_forward(self, unit: Unit, spec: UnitSpec) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
