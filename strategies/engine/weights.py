@@ -42,6 +42,8 @@ class Weights:
         self.turning: Unit | None = None
         """What forward holds or uses last and backward needs first: it stays in between."""
         self._last: Unit | None = None
+        self._makes_graph = False
+        """Whether the forward of a unit that ran last was to have a backward."""
         self._turned = False
         """Whether this backward has shown what it needs first."""
         self._with_gradients = False
@@ -67,7 +69,7 @@ class Weights:
                 return
             unit.depth += 1
             self.gather(unit)
-            if unit is not self._last and not _in_backward():
+            if not _in_backward():
                 self._use(unit)
             saving = self.saving()
             saving.__enter__()
@@ -109,12 +111,14 @@ class Weights:
             return False
         if self._in_pass == "backward":
             return unit.keep_gathered == "window"
-        return unit.keep_gathered != "no" or (unit is self.turning and (unit.keep or unit is self._last))
+        turning = unit is self.turning and self._makes_graph and (unit.keep or unit is self._last)
+        return turning or unit.keep_gathered != "no"
 
     def _use(self, unit: Unit) -> None:
-        """Notes that a unit's forward runs, after that of another one."""
+        """Notes that a unit's forward runs."""
+        self._makes_graph = torch.is_grad_enabled()
         before, self._last = self._last, unit
-        if before is not None and before is self.turning and not before.keep:
+        if before is not unit and before is not None and before is self.turning and not before.keep:
             # It was not the last, this time.
             self.turning = None
             before.release()
