@@ -61,14 +61,14 @@ def test_adapters_train_as_in_one_process_everywhere(world_size, tmp_path):
 
 
 def counts(rank, world_size):
-    gather, log, most = Unit.gather, [], [0]
+    gather, log, most = Unit.finish_gather, [], [0]
 
     def counted(unit):
         gather(unit)
         log.append(unit.name.rpartition(".")[2])
         most[0] = max(most[0], sum(u.gathered for u in engine.table.units if u.name != "rest"))
 
-    Unit.gather = counted
+    Unit.finish_gather = counted
     found = {}
     for which in (None, [2]):
         for reentrant in (None, False, True):
@@ -82,7 +82,7 @@ def counts(rank, world_size):
             reductions = (engine.collectives.calls - before)["reduce_scatter"]
             found[which and which[0], reentrant] = [n for n in log if n != "rest"], reductions, most[0]
             engine.detach()
-    Unit.gather = gather
+    Unit.finish_gather = gather
     return found
 
 
