@@ -3,8 +3,8 @@
 [Note: moved pages] A released unit gives its memory back, and a gather takes some. From the heap that is slow for
 large units, whose pages the system hands out anew and clears each time, and it leaves holes between what else is
 allocated meanwhile (`shardlight bench zero --size medium` shows both, as page faults and as peak memory). So a large
-buffer on CPU has a range of addresses of its own, and pages are moved into it while it is filled (Linux's mremap, some
-microseconds for a chunk): the same pages serve one unit after the other.
+buffer on CPU has a range of addresses of its own, and pages are moved into it while it is filled (Linux's
+mremap, which copies nothing): the same pages serve one unit after the other.
 """
 
 import ctypes

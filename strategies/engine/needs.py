@@ -19,6 +19,7 @@ class Need(IntEnum):
 
 _BY_NUMBER = tuple(Need)
 _KINDS = len(_BY_NUMBER)
+_REDUCTIONS = (Need.REDUCE, Need.REDUCE_SUMS)
 
 
 def unit_of(code: int) -> int:
@@ -33,12 +34,12 @@ def kind_of(code: int) -> Need:
 
 def is_gather(code: int) -> bool:
     """Whether it can be started before it is needed: shards do not change within a step."""
-    return code % _KINDS == 0
+    return code % _KINDS == Need.GATHER
 
 
 def is_reduction(code: int) -> bool:
     """Whether nobody waits for its result before the next meeting point."""
-    return code % 2 == 1
+    return code % _KINDS in _REDUCTIONS
 
 
 class Server(Protocol):

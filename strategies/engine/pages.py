@@ -1,4 +1,4 @@
-"""Memory that is used again: the pages of a fresh buffer cost as much as filling it (2 to 3 times a copy, measured)."""
+"""Memory that is used again: the system clears the pages of a fresh buffer, and that costs as much as filling it."""
 
 import torch
 from shardlight.strategies.engine.backing import Chunks, open_chunks

@@ -39,6 +39,8 @@ class Weights:
         self.running = 0
         """How many `forward` contexts are open; weights can be gathered on use while > 0."""
         self._in_pass = ""
+        self._with_gradients = False
+        """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.turning: Unit | None = None
         """What forward holds or uses last and backward needs first: it stays in between."""
         self._last: Unit | None = None
@@ -46,8 +48,6 @@ class Weights:
         """Whether the forward of a unit that ran last was to have a backward."""
         self._turned = False
         """Whether this backward has shown what it needs first."""
-        self._with_gradients = False
-        """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.handles: list[Any] = []
         self._guards = any(b.guarded for u in table.units for b in u.buffers)
         self._wide: set[Unit] = set()
