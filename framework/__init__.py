@@ -3,8 +3,7 @@
 [Note: lazy exports] Importing torch takes seconds, and `shardlight --help` needs none of it (PEP 562).
 """
 
-import importlib
-from typing import Any
+from shardlight.strategies.lazy_names import serve
 
 __all__ = [
     "Config",
@@ -31,10 +30,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = serve(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

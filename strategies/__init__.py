@@ -3,9 +3,9 @@
 Names are imported when first used (PEP 562): the engine is used without Lightning too, which takes a second to import.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardlight.strategies.lazy_names import serve
 from shardlight.strategies.registration import register_once_lightning_is_there
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = serve(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
