@@ -71,7 +71,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False)
         for number, part in enumerate(parts[1:-1]):
             total = total.add_(part) if number else total + part
         return torch.add(total, parts[-1], out=out_N)
-    total = parts[0].to(torch.float32 if own.itemsize == 2 else out_N.dtype, copy=True)
+    total = parts[0].to(torch.float32 if own in (torch.bfloat16, torch.float16) else out_N.dtype, copy=True)
     for part in parts[1:]:
         total += part
     return out_N.add_(total) if add else out_N.copy_(total)

@@ -226,6 +226,7 @@ class ShardedStrategy(Saving):
                 self.precision_plugin.dtype_policy(),
                 self.options.keep_gathered,
                 self.options.keep_small,
+                self.options.collectives,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)

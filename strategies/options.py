@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
 from shardlight.strategies.engine.plan import Reduce
 from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
@@ -36,6 +37,10 @@ class EngineOptions:
     """zero3: parameters of at most this many elements (biases, norms) stay whole on every rank and are never gathered
     for use; their gradients and optimizer state are sharded all the same. What they hold may be read and, alike on
     every rank, written between steps, as under zero2."""
+
+    collectives: Transport = "auto"
+    """What moves data between ranks on CPU. `auto`: memory that the ranks of a host share, where the compiled library is
+    there (`shardlight ops`), and gloo between hosts. `gloo`: gloo alone."""
 
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
@@ -116,6 +121,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     options = kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
     choices = {
         "reduce": (None, *get_args(Reduce)),
+        "collectives": get_args(Transport),
         "keep_gathered": get_args(KeepGathered),
         "recompute": get_args(Recompute),
         "compile": get_args(Compile),

@@ -1,5 +1,6 @@
 """Ranks that need different collectives, or none, never hang; ranks at different points learn it at once."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -108,8 +109,10 @@ def test_ranks_at_different_points_get_an_error_that_names_them():
     run_ranks(different_points, 3)
 
 
-def moves(rank, world_size, dtype):
-    collectives = Collectives(dist.group.WORLD)
+def moves(rank, world_size, dtype, transport="auto", hosts=1):
+    os.environ["SHARDLIGHT_HOST"] = f"host {rank * hosts // world_size}"
+    collectives = Collectives(dist.group.WORLD, transport=transport)
+    assert (collectives.why_not_shared is None) == (transport == "auto" and world_size > hosts)
     n = 3
     shard = torch.full((n,), rank + 1, dtype=dtype)
     full = torch.zeros(n * world_size, dtype=dtype)
@@ -138,6 +141,13 @@ def moves(rank, world_size, dtype):
 def test_collectives_move_and_count(world_size):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         run_ranks(moves, world_size, dtype=dtype)
+    run_ranks(moves, world_size, dtype=torch.float32, transport="gloo")
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_collectives_of_ranks_on_several_hosts(hosts):
+    for dtype in (torch.float32, torch.bfloat16):
+        run_ranks(moves, 4, dtype=dtype, hosts=hosts)
 
 
 def test_the_newest_name_of_a_function_is_used():
@@ -148,13 +158,14 @@ def test_the_newest_name_of_a_function_is_used():
     assert all_gather_flat is newest(dist, "all_gather_single", "all_gather_into_tensor")
 
 
-def peer_dies(rank, world_size):
+def peer_dies(rank, world_size, transport):
+    agreement = Agreement(Collectives(dist.group.WORLD, transport=transport), Log())
     if rank == 1:
         return
-    agreement = Agreement(Collectives(dist.group.WORLD), Log())
     with pytest.raises(CollectiveError, match="rank 0 of 2: 'step' failed: a peer was lost or did not arrive in time"):
         agreement.meet("step")
 
 
 def test_a_lost_peer_is_an_error_that_names_the_caller():
-    run_ranks(peer_dies, 2)
+    for transport in ("auto", "gloo"):
+        run_ranks(peer_dies, 2, transport=transport)

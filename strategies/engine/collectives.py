@@ -1,4 +1,7 @@
-"""The few collectives that the engine needs, over torch.distributed, with counters and named faults."""
+"""The few collectives that the engine needs, with counters and named faults; what moves the data is chosen here alone.
+
+Ranks of one host share memory, see [Note: hosts]; everything else goes over torch.distributed.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from shardlight.ops.sums import real_view, sum_in_rank_order
+from shardlight.strategies.engine.host_ranks import HostRanks, Transport, connect
 from shardlight.strategies.engine.pages import Pages
 from shardlight.strategies.engine.ranges import begin, end
 from shardlight.strategies.errors import CollectiveError
@@ -38,7 +42,7 @@ _in_use: "WeakSet[Collectives]" = WeakSet()
 def let_go_of_groups() -> None:
     """Drops every reference to a process group, so that destroying the groups ends their threads."""
     for collectives in _in_use:
-        collectives.group = None
+        collectives.close()
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Collectives:
     Args:
         group: None: one process.
         together: counts there, and not apart.
+        transport: what moves data on CPU; equal on all ranks.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Collectives:
         group: dist.ProcessGroup | None,
         device: torch.device | str = "cpu",
         together: "Collectives | None" = None,
+        transport: Transport = "auto",
     ) -> None:
         self.group = group
         _in_use.add(self)
@@ -105,6 +111,14 @@ class Collectives:
         self.calls: Counter[str] = Counter() if together is None else together.calls
         self._direct: bool = self.device.type == "cpu"
         """Large tensors go straight from rank to rank."""
+        self.why_not_shared: str | None = "one process"
+        """Why no memory is shared with other ranks; None: it is."""
+        self._host: HostRanks | None = None
+        if group is not None and self.world_size > 1:
+            found = connect(group, transport) if self._direct else "ranks are not on CPU"
+            self.why_not_shared, self._host = (found, None) if isinstance(found, str) else (None, found)
+        self._local = self._host.local if self._host is not None and self._host.hosts == 1 else None
+        """Where all ranks are on one host: what joins them."""
         self._peers: list[int] = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.pages: Pages = Pages(self.device) if together is None else together.pages
 
@@ -141,6 +155,15 @@ class Collectives:
             yield
             return
         self._count("all_gather", shard.nbytes * (self.world_size - 1))
+        if self._local is not None:
+            with self._named(caller):
+                number = self._local.start_all_gather(full, shard)
+                yield
+                self._local.wait(number)
+            return
+        if self._host is not None:
+            yield from self._all_gather_hosts(self._host, parts, shard, caller)
+            return
         with self._named(caller):
             if self._direct:
                 works = self._swap([(peer, parts[peer], shard) for peer in self._peers])
@@ -150,6 +173,19 @@ class Collectives:
                 works = [all_gather_flat(full, shard, group=self.group, async_op=True)]
         yield
         self._wait(works, caller)
+
+    def _all_gather_hosts(self, host: HostRanks, parts: Tensor, shard: Tensor, caller: str) -> Iterator[None]:
+        """Each shard goes to one rank of every other host, and from there to the others of that host."""
+        with self._named(caller):
+            works = self._swap([(peer, parts[peer], shard) for peer in host.others_at_place])
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
+        yield
+        self._wait(works, caller)
+        with self._named(caller):
+            for rows in parts.unflatten(0, (host.hosts, -1)).unbind():
+                number = host.local.start_all_gather(rows.view(-1), rows[host.place])
+            host.local.wait(number)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, caller: str, add: bool = False) -> None:
         """Writes this rank's slice of the sum of `full` over all ranks into `out`; see start_reduce_scatter."""
@@ -180,6 +216,10 @@ class Collectives:
             yield
             return
         self._count("reduce_scatter", parts[0].nbytes * (self.world_size - 1))
+        if self._host is not None:
+            with self._named(caller):
+                yield from self._reduce_on_host(self._host, full, out, add)
+            return
         if self._direct:
             yield from self._reduce_pieces(parts, out, caller, add)
             return
@@ -189,6 +229,31 @@ class Collectives:
         yield
         self._wait([work], caller)
         sum_in_rank_order(list(self._rows(received)), out, add)
+
+    def _reduce_on_host(self, host: HostRanks, full: Tensor, out: Tensor, add: bool) -> Iterator[None]:
+        if host.hosts == 1:
+            number = host.local.start_reduce_scatter(full, out, add)
+            yield
+            if number is None:
+                host.local.reduce_scatter(full, out, add)
+            else:
+                host.local.wait(number)
+            return
+        # Sums of a host's ranks for the rank at this place of each host; what is added up later is not rounded before.
+        wide = torch.float32 if full.dtype in (torch.bfloat16, torch.float16) else full.dtype
+        sums = self.pages.take(host.hosts * out.numel(), wide)
+        rows = full.view(host.hosts, -1)
+        numbers = [host.local.start_reduce_scatter(r, s) for r, s in zip(rows, sums.view(host.hosts, -1), strict=True)]
+        yield
+        host.local.wait(max(n for n in numbers if n is not None))
+        received = self.pages.take(sums.numel(), wide)
+        there, here = sums.view(host.hosts, -1), received.view(host.hosts, -1)
+        others = [(peer, peer // host.local.world_size) for peer in host.others_at_place]
+        for work in self._swap([(peer, here[h], there[h]) for peer, h in others]):
+            work.wait()
+        sum_in_rank_order([there[h] if h == host.host else here[h] for h in range(host.hosts)], out, add)
+        self.pages.give(sums)
+        self.pages.give(received)
 
     def _reduce_pieces(self, parts: list[Tensor], out: Tensor, caller: str, add: bool) -> Iterator[None]:
         numel = parts[0].numel()
@@ -260,7 +325,9 @@ class Collectives:
         opened = begin(f"agree on {caller}") if profiler._is_profiler_enabled else None
         rows = values.new_empty(self.world_size * values.numel())
         with self._named(caller):
-            if self._direct:
+            if self._local is not None:
+                self._local.wait(self._local.start_all_gather(rows, values.contiguous()))
+            elif self._direct:
                 # One round in gloo, where its all-gather goes around the ranks.
                 dist.all_to_all_single(rows, values.repeat(self.world_size), group=self.group)
             else:
@@ -285,8 +352,18 @@ class Collectives:
             return
         self._count("broadcast", tensor.nbytes if self.rank == 0 else 0)
         with self._named(caller):
+            if self._local is not None and tensor.is_contiguous():
+                self._local.wait(self._local.start_broadcast(tensor))
+                return
             plain = tensor.view(torch.uint8) if tensor.dtype == torch.bool else real_view(tensor)
             dist.broadcast(plain, group=self.group, group_src=0)
+
+    def close(self) -> None:
+        """Lets go of the group and of shared memory."""
+        self.group = None
+        if self._host is not None:
+            self._host.local.close()
+        self._host = self._local = None
 
     def _count(self, name: str, nbytes: int) -> None:
         self.calls[name] += 1
@@ -310,7 +387,8 @@ class Ranks:
     gradients of shards are added up over the replicate groups; else there is one shard group, and no replica.
     """
 
-    def __init__(self, groups: EngineGroups, device: torch.device | str = "cpu") -> None:
-        self.world = Collectives(groups.world, device)
-        self.shard = self.world if groups.shard is None else Collectives(groups.shard, device, self.world)
-        self.replicate = Collectives(groups.replicate, device, self.world)
+    def __init__(self, groups: EngineGroups, device: torch.device | str = "cpu", transport: Transport = "auto") -> None:
+        self.world = Collectives(groups.world, device, transport=transport)
+        shard = groups.shard
+        self.shard = self.world if shard is None else Collectives(shard, device, self.world, transport)
+        self.replicate = Collectives(groups.replicate, device, self.world, transport)

@@ -29,6 +29,7 @@ from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
+from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
@@ -61,7 +62,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
-        keep_gathered, keep_small: see EngineOptions.
+        keep_gathered, keep_small, collectives: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -76,6 +77,7 @@ class Engine:
         dtypes: DtypePolicy = AS_THEY_ARE,
         keep_gathered: KeepGathered = "no",
         keep_small: int = 0,
+        collectives: Transport = "auto",
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -87,7 +89,8 @@ class Engine:
             # fp32 weights are there anyway, and autocast makes its copies as it goes.
             dtypes = replace(dtypes, compute=None)
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
-        self.ranks = Ranks(group if isinstance(group, EngineGroups) else EngineGroups(group), device)
+        groups = group if isinstance(group, EngineGroups) else EngineGroups(group)
+        self.ranks = Ranks(groups, device, collectives)
         self.collectives = self.ranks.world
         self.agreement = Agreement(self.collectives, self)
         self._had: dict[int, bool] = {}
