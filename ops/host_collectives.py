@@ -91,7 +91,7 @@ def library() -> "ctypes.CDLL | None":
     return loaded
 
 
-class HostFault(RuntimeError):
+class HostError(RuntimeError):
     """A collective between the ranks of one host cannot end; says which rank is missing, has ended or differs."""
 
 
@@ -190,7 +190,7 @@ class HostGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         """Overwrites (n,) `tensor` with its sum over all ranks, in rank order.
 
-        Raises: HostFault: see `wait`.
+        Raises: HostError: see `wait`.
         """
         n, part = tensor.numel(), -(-tensor.numel() // self.world_size)
         rows = tensor if part * self.world_size == n else tensor.new_zeros(part * self.world_size)
@@ -203,7 +203,7 @@ class HostGroup:
             tensor.copy_(rows[:n])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, add: bool = False) -> None:
-        """See start_reduce_scatter; for any dtypes that PyTorch adds. Raises: HostFault: see `wait`."""
+        """See start_reduce_scatter; for any dtypes that PyTorch adds. Raises: HostError: see `wait`."""
         number = self.start_reduce_scatter(full, out, add)
         if number is not None:
             self.wait(number)
@@ -213,13 +213,13 @@ class HostGroup:
         sum_in_rank_order(self._rows(received), out, add)
 
     def barrier(self) -> None:
-        """Returns when every rank is here. Raises: HostFault: see `wait`."""
+        """Returns when every rank is here. Raises: HostError: see `wait`."""
         self.wait(self._library.host_all_gather(self._open(), _KINDS["barrier"], None, 0, None))
 
     def wait(self, number: int) -> None:
         """Returns when a collective, and every one that was started before it, is done on this rank.
 
-        Raises: HostFault: a rank has ended, did not arrive within the limit, or takes part in another collective. The
+        Raises: HostError: a rank has ended, did not arrive within the limit, or takes part in another collective. The
         group is of no use then.
         """
         found = self._library.host_wait(self._open(), number, int(1e6 * _LOOK_S))
@@ -245,7 +245,7 @@ class HostGroup:
 
     def _fail(self, why: str) -> None:
         self._library.host_abandon(self._handle)
-        raise HostFault(why)
+        raise HostError(why)
 
     def _called(self, ranks: Sequence[int]) -> str:
         names = ", ".join(f"{self._names[r]} (process {self._processes[r]})" for r in ranks)
@@ -273,7 +273,7 @@ class HostGroup:
 
     def _open(self) -> Any:
         if self._handle is None or os.getpid() != self._made_in:
-            raise HostFault("these collectives are closed, or belong to the process that this one was forked from")
+            raise HostError("these collectives are closed, or belong to the process that this one was forked from")
         return self._handle
 
     def _hold(self, number: int, *tensors: Tensor) -> int:

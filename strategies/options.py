@@ -39,8 +39,8 @@ class EngineOptions:
     every rank, written between steps, as under zero2."""
 
     collectives: Transport = "auto"
-    """What moves data between ranks on CPU. `auto`: memory that the ranks of a host share, where the compiled library is
-    there (`shardlight ops`), and gloo between hosts. `gloo`: gloo alone."""
+    """What moves data between ranks on CPU. `auto`: memory that the ranks of a host share, where the compiled library
+    is there (`shardlight ops`), and gloo between hosts. `gloo`: gloo alone."""
 
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from harness import RanksFailedError, run_ranks
 from loops import check_equal, plain, sharded
 from models import TinyGPT, token_batch, token_loss
-from shardlight.ops.host_collectives import HostFault, HostGroup, why_not
+from shardlight.ops.host_collectives import HostError, HostGroup, why_not
 from shardlight.ops.sums import sum_in_rank_order
 from shardlight.strategies.engine import host_ranks
 from shardlight.strategies.engine.host_ranks import connect
@@ -182,9 +183,9 @@ def late(rank, world_size):
     if rank == 1:
         time.sleep(3)
     else:
-        with pytest.raises(HostFault, match=r"rank 1 \(process \d+\) did not arrive within 1 s"):
+        with pytest.raises(HostError, match=r"rank 1 \(process \d+\) did not arrive within 1 s"):
             group.barrier()
-        with pytest.raises(HostFault, match="another collective"):
+        with pytest.raises(HostError, match="another collective"):
             group.barrier()
 
 
@@ -195,7 +196,7 @@ def test_a_rank_that_does_not_arrive_is_named():
 def differ(rank, world_size):
     group = joined()
     start = time.monotonic()
-    with pytest.raises(HostFault, match="takes part in another collective, or with another size"):
+    with pytest.raises(HostError, match="takes part in another collective, or with another size"):
         if rank == 0:
             group.wait(group.start_broadcast(torch.zeros(3)))
             group.barrier()
@@ -211,7 +212,7 @@ def test_ranks_that_do_different_things_get_an_error():
 
 def killed(rank, world_size, at):
     group = joined()
-    shared = [line for line in open("/proc/self/maps") if "memfd:shardlight" in line]
+    shared = "memfd:shardlight" in Path("/proc/self/maps").read_text()
     assert shared and not [name for name in os.listdir("/dev/shm") if "shardlight" in name]
     for case in range(1000):
         if rank == 1 and case == at:
