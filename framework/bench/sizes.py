@@ -42,6 +42,6 @@ SIZES = {
     for size in (
         Size(name="tiny", vocabulary=2048, width=192, blocks=6, heads=6, sequence=128, batch=8, steps_per_turn=2),
         Size(name="small", vocabulary=6144, width=512, blocks=6, heads=8, sequence=128, batch=8),
-        Size(name="medium", vocabulary=25600, width=768, blocks=12, heads=12, sequence=128, batch=4, rounds=7),
+        Size(name="medium", vocabulary=25600, width=768, blocks=12, heads=12, sequence=128, batch=4, rounds=5),
     )
 }

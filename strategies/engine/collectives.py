@@ -69,18 +69,23 @@ class Transfer:
     def __init__(self, steps: Iterator[None], caller: str) -> None:
         self._steps = steps
         self._caller = caller
-        opened = begin(f"{caller} (start)") if profiler._is_profiler_enabled else None
-        next(steps)
-        if opened is not None:
-            end(opened)
+        with self._range("start"):
+            next(steps)
 
     def wait(self) -> None:
         """Returns when it is done on this rank. Raises: CollectiveError: a peer was lost or did not arrive in time."""
-        opened = begin(f"{self._caller} (wait)") if profiler._is_profiler_enabled else None
-        for _ in self._steps:
-            raise AssertionError("a transfer has one yield")
-        if opened is not None:
-            end(opened)
+        with self._range("wait"):
+            for _ in self._steps:
+                raise AssertionError("a transfer has one yield")
+
+    @contextmanager
+    def _range(self, phase: str) -> Iterator[None]:
+        opened = begin(f"{self._caller} ({phase})") if profiler._is_profiler_enabled else None
+        try:
+            yield
+        finally:
+            if opened is not None:
+                end(opened)
 
 
 class Collectives:
