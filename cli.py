@@ -142,6 +142,31 @@ def export(
     typer.echo(f"{out}: {count} tensors")
 
 
+@app.command()
+def ops(
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table there.")] = None,
+) -> None:
+    """Show which compiled code is used, and why."""
+    from rich.table import Table
+    from shardlight.ops import built
+
+    path, reason = built.host_collectives(), built.why_not()
+    row = {
+        "op": "collectives of a host",
+        "built": None if path is None else str(path),
+        "chosen": "gloo" if reason else "native",
+        "why": reason or "it loads (strategy.collectives=gloo turns it off)",
+    }
+    table = Table(box=None, pad_edge=False)
+    for heading in row:
+        table.add_column(heading, overflow="fold")
+    table.add_row(*(value or "no" for value in row.values()))
+    _wide_console().print(table)
+    _make_folder_of(out)
+    if out is not None:
+        out.write_text(json.dumps({"ops": [row]}, indent=1) + "\n")
+
+
 @bench.command("zero")
 def bench_zero(
     size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
@@ -172,11 +197,7 @@ def bench_zero(
             profile.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _fail(f"--profile {profile}: cannot make this folder ({error.strerror}).")
-    if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _fail(f"--json {out}: cannot make its folder ({error.strerror}).")
+    _make_folder_of(out)
     try:
         missing = zero.choose(peers, quick)[1] if strict and peers else []
         if missing:
@@ -200,6 +221,15 @@ def bench_zero(
         )
     if strict:
         raise typer.Exit(results.exit_code(result, peers or []))
+
+
+def _make_folder_of(out: Path | None) -> None:
+    if out is None:
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"--json {out}: cannot make its folder ({error.strerror}).")
 
 
 def _wide_console() -> "Console":

@@ -6,16 +6,14 @@ is left behind by processes that end or are killed: the shared memory has no nam
 
 import ctypes
 import functools
-import importlib.machinery
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from shardlight.ops.built import host_collectives, why_not
 from shardlight.ops.sums import sum_in_rank_order
 from torch import Tensor
 
@@ -40,38 +38,12 @@ _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _KINDS = {name: number << 8 for number, name in enumerate(("all_gather", "broadcast", "all_to_all", "sum", "barrier"))}
 
 
-OPS_VARIABLE = "SHARDLIGHT_OPS"
-"""`reference`: compiled code is not used."""
-
-
-def _built() -> Path | None:
-    paths = [Path(__file__).with_name(f"_host_collectives{s}") for s in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((path for path in paths if path.exists()), None)
-
-
-@functools.cache
-def why_not() -> str | None:
-    """Returns why the compiled library cannot be used; None: it can."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return "this system is not Linux"
-    if os.environ.get(OPS_VARIABLE) == "reference":
-        return f"{OPS_VARIABLE}=reference is set"
-    path = _built()
-    if path is None:
-        return "it was not built: install a C++ compiler, then shardlight again (pip install --force-reinstall)"
-    try:
-        ctypes.CDLL(str(path))
-    except OSError as error:
-        return f"it cannot be loaded ({error})"
-    return None
-
-
 @functools.cache
 def library() -> "ctypes.CDLL | None":
     """Returns the compiled library; None where `why_not` says why."""
     if why_not() is not None:
         return None
-    loaded = ctypes.CDLL(str(_built()))
+    loaded = ctypes.CDLL(str(host_collectives()))
     pointer, number, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
     integer, many = ctypes.c_int, ctypes.POINTER
     for name, result, arguments in (

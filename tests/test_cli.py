@@ -18,6 +18,7 @@ from shardlight.framework.assemble import make_run_dir
 from shardlight.framework.config import load_config
 from shardlight.framework.schema import TrainerConfig
 from shardlight.framework.world import World, adopt_slurm, check_world, find_world
+from shardlight.ops.built import OPS_VARIABLE, host_collectives, why_not
 from shardlight.strategies.errors import LaunchError
 from test_config import OPTIONS
 from typer.testing import CliRunner
@@ -92,9 +93,45 @@ def test_help_is_quick_and_imports_no_torch():
         assert code == 0 and out.splitlines()[-1] == "[]"
     # 0.3 s on an idle machine; tests share it with others.
     assert min(times) < 1.5
-    for verb in ("fit", "validate", "test", "predict", "export"):
+    for verb in ("fit", "validate", "test", "predict", "export", "ops"):
         assert f"  {verb} " in out
         assert here(verb, "--help")[0] == 0
+
+
+OPS = """
+import sys
+from pathlib import Path
+from shardlight.cli import main
+from shardlight.ops import built
+files = {"missing": None, "broken": Path("/dev/null")}
+how = sys.argv[1]
+if how in files:
+    built.host_collectives = lambda: files[how]
+sys.argv = ["shardlight", "ops", "--json", "found/ops.json"]
+try: main()
+finally: print([m for m in ("torch", "lightning", "omegaconf") if m in sys.modules])
+"""
+
+
+def test_ops_tells_what_is_used_and_why_without_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def found(how, env=None):
+        code, out, err = run("-c", OPS, how, command=[sys.executable], env={OPS_VARIABLE: "", **(env or {})})
+        assert (code, err, out.splitlines()[-1]) == (0, "", "[]")
+        (row,) = json.loads(Path("found/ops.json").read_text())["ops"]
+        assert all(value in out for value in row.values() if value is not None)
+        return row
+
+    path = host_collectives()
+    off = found("as it is", {OPS_VARIABLE: "reference"})
+    assert (off["chosen"], off["built"]) == ("gloo", path and str(path))
+    assert off["why"] == "SHARDLIGHT_OPS=reference is set"
+    missing, broken = found("missing"), found("broken")
+    assert (missing["chosen"], missing["built"]) == ("gloo", None) and "it was not built" in missing["why"]
+    assert (broken["chosen"], broken["built"]) == ("gloo", "/dev/null") and "cannot be loaded" in broken["why"]
+    if why_not() is None:
+        assert found("as it is")["chosen"] == "native"
 
 
 def test_the_version_is_printed():
