@@ -223,6 +223,36 @@ def bench_zero(
         raise typer.Exit(results.exit_code(result, peers or []))
 
 
+@bench.command("collectives")
+def bench_collectives(
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes, all on this host.")] = 2,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Few rounds, and no large buffer.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if a bar falls short.")] = False,
+) -> None:
+    """The engine's collectives beside gloo's and beside plain copies."""
+    from rich.console import Console
+    from shardlight.framework.bench import collectives, results, tables
+    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+
+    progress = Console(stderr=True)
+    _make_folder_of(out)
+    try:
+        result = collectives.run(
+            ranks, quick, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True)
+        )
+    except BenchError as error:
+        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
+    console = _wide_console()
+    for table in tables.tables_of_collectives(result):
+        console.print(table)
+    if out is not None:
+        result.write(out)
+    if strict:
+        raise typer.Exit(results.exit_code(result, []))
+
+
 def _make_folder_of(out: Path | None) -> None:
     if out is None:
         return

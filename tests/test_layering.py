@@ -86,7 +86,7 @@ def test_no_import_cycle():
     assert not edges, f"import cycle among {sorted(edges)}"
 
 
-@pytest.mark.parametrize("module", ["framework", "framework.bench.zero", "cli"])
+@pytest.mark.parametrize("module", ["framework", "framework.bench.zero", "framework.bench.collectives", "cli"])
 def test_a_light_module_does_not_import_torch(module):
     """`shardlight --help` answers in 0.3 s: neither the command line nor the bare framework package imports torch."""
     script = f"import sys, {NAME}.{module}\nprint([m for m in {HEAVY} if m in sys.modules])"

@@ -71,7 +71,7 @@ class Crew:
                     log = folder / f"rank{rank}.log"
                     self.workers.append(Worker(rank, command, env, log, pass_fds=(theirs.fileno(),)))
                 sweeper.tell(str(self.workers[-1].process.pid))
-            self._wait_for(range(processes), "build its model")
+            self._wait_for(range(processes), "become ready")
         except BaseException:
             self.kill()
             raise

@@ -26,6 +26,10 @@ UNITS = {
     "engine_collectives": "",
     "python_calls": "",
     "loss_difference": "",
+    "call_us": "us",
+    "buffer_bytes_per_s": "B/s",
+    "speed_to_gloo": "x",
+    "speed_to_memcpy": "x",
 }
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 

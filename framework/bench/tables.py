@@ -73,12 +73,36 @@ def tables(result: Result) -> list[RenderableType]:
     if result.bars:
         made.append(bars_table(result.bars))
     made += [Text(note) for note in result.notes]
+    made.append(_machine(result))
+    return made
+
+
+def _machine(result: Result) -> Text:
     machine = result.machine
     versions = ", ".join(
         f"{name} {machine[name]}" for name in ("python", "torch", "lightning", "deepspeed") if machine[name]
     )
-    made.append(Text(f"{machine['processor']}, {machine['cores']} cores; {versions}"))
-    return made
+    return Text(f"{machine['processor']}, {machine['cores']} cores; {versions}")
+
+
+def tables_of_collectives(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `collectives`."""
+    title = f"collectives of {result.machine['ranks']} ranks: a call (GB/s: bytes of the whole buffer)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("collective", "by", "time", "GB/s", "x gloo", "x memcpy"):
+        table.add_column(heading, justify="left" if heading in ("collective", "by") else "right")
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result.rows:
+        if " rank " not in row.who:
+            found.setdefault((row.case, row.who), {})[row.metric] = row.value
+    shown = ""
+    for (case, who), figures in found.items():
+        time_us = figures["call_us"]
+        time = f"{time_us:.1f} us" if time_us < 1000 else f"{time_us / 1000:.2f} ms"
+        ratios = (f"{figures[metric]:.2f}" for metric in ("speed_to_gloo", "speed_to_memcpy"))
+        table.add_row(case if case != shown else "", who, time, f"{figures['buffer_bytes_per_s'] / 1e9:.3f}", *ratios)
+        shown = case
+    return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
 
 
 def bars_table(bars: list[Bar]) -> Table:

@@ -93,6 +93,16 @@ class Turns(Iterator[tuple[str, int]]):
         """Notes the loss of the step that is under way, the mean over this rank's rows."""
         self._losses.append(loss)
 
+    def requests(self) -> Iterator[Message]:
+        """Every command until the end, for a rank that takes no steps; it answers each with `reply`."""
+        self._send({"ready": True})
+        while (command := self._receive())["do"] != "end":
+            yield command
+
+    def reply(self, answer: Message) -> None:
+        """Answers a command of `requests`."""
+        self._send(answer)
+
     def _wait(self) -> Message:
         if not self._ready:
             self._ready = True
