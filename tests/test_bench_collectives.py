@@ -33,7 +33,8 @@ def test_quick_measures_every_way_and_prints_what_it_writes(tmp_path, variables)
             time_us = rows[case, way, "call_us"]
             assert time_us > 0
             assert (f"{time_us:.1f} us" if time_us < 1000 else f"{time_us / 1000:.2f} ms") in outcome.output
-        assert rows[case, "gloo", "speed_to_gloo"] == rows[case, "memcpy", "speed_to_memcpy"] == 1.0
+        assert rows[case, "gloo", "speed_to_gloo"] == 1.0
+        assert rows.get((case, "memcpy", "speed_to_memcpy")) == (None if case.endswith("256 B") else 1.0)
     short = [bar.name for bar in result.bars if bar.holds is False]
     assert outcome.code == (3 if short else 0), outcome.output
     assert outcome.output.count("FALLS SHORT") == len(short)
@@ -82,10 +83,10 @@ def test_the_slower_rank_counts_and_ratios_are_of_rounds_side_by_side():
     way = {"shardlight": 0.1, "gloo": 0.6, "memcpy": 0.05}
     rank = {name: [seconds * s for s in slow] for name, seconds in way.items()}
     faster = {name: [value / 2 for value in seconds] for name, seconds in rank.items()}
-    samples = collectives.samples_of([faster, rank], 1000)
+    samples = collectives.samples_of([faster, rank], 100_000)
     assert samples.median("shardlight", "call_us") == pytest.approx(0.2e6)
     assert samples.median("shardlight rank 0", "call_us") == pytest.approx(0.1e6)
-    assert samples.median("shardlight", "buffer_bytes_per_s") == pytest.approx(5000)
+    assert samples.median("shardlight", "buffer_bytes_per_s") == pytest.approx(500_000)
     assert samples.median("shardlight", "speed_to_gloo") == pytest.approx(6)
     assert samples.median("shardlight", "speed_to_memcpy") == pytest.approx(0.5)
     result = collectives.report({"all-gather 1 MiB": samples, "all-reduce 256 B": samples}, 2, True, None)

@@ -99,7 +99,8 @@ def tables_of_collectives(result: Result) -> list[RenderableType]:
     for (case, who), figures in found.items():
         time_us = figures["call_us"]
         time = f"{time_us:.1f} us" if time_us < 1000 else f"{time_us / 1000:.2f} ms"
-        ratios = (f"{figures[metric]:.2f}" for metric in ("speed_to_gloo", "speed_to_memcpy"))
+        found_ratios = (figures.get(metric) for metric in ("speed_to_gloo", "speed_to_memcpy"))
+        ratios = (WITHOUT if ratio is None else f"{ratio:.2f}" for ratio in found_ratios)
         table.add_row(case if case != shown else "", who, time, f"{figures['buffer_bytes_per_s'] / 1e9:.3f}", *ratios)
         shown = case
     return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
