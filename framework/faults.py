@@ -47,7 +47,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(map(str, self.faults)))
 
 
-def suggest(word: str, known: Iterable[str], *, many: int = 16, what: str = "Choose from") -> str:
+def suggest(word: str, known: Iterable[str], *, many: int = 24, what: str = "Choose from") -> str:
     """Returns " Did you mean 'x'?", else the known words where they are few, else nothing.
 
     Example: suggest("adamv", ["adam", "sgd"]) == " Did you mean 'adam'?"

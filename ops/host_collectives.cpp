@@ -47,7 +47,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0x51A4D119;
 constexpr uint64_t kNothing = UINT64_MAX;  // not even a message that nothing comes
-constexpr size_t kPiece = 1 << 18;
+constexpr size_t kPiece = 1 << 17;
 constexpr size_t kLine = 64;
 constexpr int kMaxRanks = 256;
 

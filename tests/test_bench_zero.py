@@ -70,8 +70,8 @@ def test_bytes_and_collectives_are_those_of_the_baseline(quick):
     assert len(before) == len(OURS) * len(EXACT)
     assert now == before, f"where that is meant, write {BASELINE.name} anew: see BASELINE in this file"
     for who in OURS:
-        # At two ranks what goes straight from rank to rank is one send and one receive.
-        assert now[who, "engine_collectives"] < now[who, "collectives"] < 2 * now[who, "engine_collectives"], who
+        # The step whose collectives are counted comes after those that are still asked for one by one.
+        assert 0 < now[who, "collectives"] <= now[who, "engine_collectives"], who
 
 
 def test_python_calls_are_within_5_percent_of_the_baseline(quick):

@@ -11,7 +11,7 @@ from loops import group, plans
 from models import TinyGPT, token_batch
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
-from shardlight.strategies.engine.ranges import COMPUTING, STEP, TRANSFERS
+from shardlight.strategies.engine.ranges import COMPUTING, SHARED, STEP, TRANSFERS
 from test_cases_leaks import Model
 from test_cases_training import batches
 from test_lightning_fit import make_trainer
@@ -102,7 +102,7 @@ def check_traces(world_size, folder):
             assert len(ranges["training step"]) == STEPS
             for number in range(STEPS):
                 check_step(plan, ranges, number)
-            known = (*COMPUTING, *TRANSFERS, STEP, "training step", "Optimizer.", "gloo:")
+            known = (*COMPUTING, *TRANSFERS, STEP, "training step", "Optimizer.", "gloo:", SHARED)
             strange = [name for name in ranges if not name.startswith(known)]
             assert not strange, strange
 

@@ -54,7 +54,7 @@ def _bars() -> list[BarSpec]:
     small, medium = ("small",), ("medium",)
     made = [
         BarSpec(
-            name=f"step of {z} / {peer}'s",
+            name=f"step of {z} / {peer}'s at {sizes[0]}",
             target=f"<= {target}",
             metric="step_ms",
             who=f"shardlight-{z}",

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 COMPUTING = ("compute", "compute backward", "recompute")
 TRANSFERS = ("gather", "reduce", "publish", "gradients of", "agree on")
 """What the names of ranges begin with; the rest is the unit's name."""
+SHARED = "shared memory:"
+"""What the name of a collective through shared memory begins with, where it is started."""
 STEP = "step"
 _WHY_NOT_COMPILED = "shardlight names this unit in the trace that is being taken, which is not compiled"
 

@@ -34,10 +34,14 @@ class Contender(Protocol):
 Builders = Mapping[str, Callable[[Size], Contender]]
 
 
+SHARED = "shared memory:"
+"""As in strategies/engine/ranges.py, which the peers' processes do not import."""
+
+
 class CollectivesProbe:
     """Counts the operations of torch.distributed that this process starts, by any thread, also those of C++ code.
 
-    A collective is one, and so is each send or receive.
+    A collective is one, also through shared memory, and so is each send or receive.
     """
 
     def __init__(self) -> None:
@@ -50,7 +54,7 @@ class CollectivesProbe:
     def stop(self) -> int:
         """Returns the number of operations since `start`."""
         self._profile.stop()
-        return sum(e.name.startswith("c10d::") for e in self._profile.events())
+        return sum(e.name.startswith(("c10d::", SHARED)) for e in self._profile.events())
 
 
 def start_group(world_size: int) -> None:
