@@ -78,6 +78,7 @@ def _bars() -> list[BarSpec]:
             metric="sent_bytes",
             who=c.name,
             over="table_sent_bytes",
+            sizes=tuple(size for size in SIZES if size != "medium" or c.name in MEDIUM),
         )
         for c in OURS
     ]
