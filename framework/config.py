@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -252,7 +253,10 @@ class _Building:
         try:
             config.build()
         except ShardlightError as error:
-            self.checker.fault(node, f"strategy: {error}")
+            # It begins with the option's name.
+            named = re.match(r"\w+", str(error))
+            at = node.value.get(named[0]) if named and named[0] != "name" else None
+            self.checker.fault(node if at is None else at, f"strategy{': ' if at is None else '.'}{error}")
         return config
 
     def _strategy_name(self, node: Node) -> str | None:
