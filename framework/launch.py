@@ -6,6 +6,7 @@ moment to report what they see, then SIGTERM, a short grace, SIGKILL. The rank t
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -54,12 +55,16 @@ _SWEEP = (
 class Sweeper:
     """A process of its own that removes a run's private folder, and its workers, even where the supervisor is killed.
 
+    Where it was killed as well, the next one removes the folder: this process holds a lock in it while it lives.
+
     Args:
         folder: the private folder.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._alive = _hold(folder)
+        _remove_stale(folder.parent)
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)],
             stdin=subprocess.PIPE,
@@ -81,6 +86,25 @@ class Sweeper:
         self.process.communicate()
         # Where someone has killed the sweeper, the folder is still there.
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._alive.close()
+
+
+def _hold(folder: Path) -> TextIO:
+    """Puts a file into a run's folder that is locked until this process ends."""
+    # It gets its name when it is locked: without a lock it would be taken for that of a run that is gone.
+    new = (folder / "alive.new").open("w")
+    fcntl.flock(new, fcntl.LOCK_EX)
+    (folder / "alive.new").rename(folder / "alive")
+    return new
+
+
+def _remove_stale(parent: Path) -> None:
+    """Removes private folders whose supervisor and sweeper were both killed."""
+    for path in parent.glob("shardlight-*/alive"):
+        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
+            with path.open("r+") as alive:
+                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 class Worker:

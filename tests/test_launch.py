@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from shardlight.framework import report
-from shardlight.framework.launch import run_workers, worker_env
+from shardlight.framework.launch import Sweeper, run_workers, worker_env
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
@@ -340,3 +340,19 @@ def test_a_report_is_written_once_and_only_for_a_supervisor(tmp_path, monkeypatc
     assert sorted(item.name for item in tmp_path.iterdir()) == ["rank3.done", "rank3.json"]
     early, late = (report.Report(r, t, "E", "", "", c) for r, t, c in ((0, 1.0, True), (1, 2.0, False)))
     assert report.cause_of([early, late]) is late and report.cause_of([early]) is early
+
+
+def test_the_folder_of_a_run_that_was_killed_as_a_whole_goes_at_the_next_start(tmp_path):
+    folders = [tmp_path / f"shardlight-{name}" for name in ("killed", "running", "next")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "alive").touch()
+    (folders[0] / "store").touch()
+    (tmp_path / "shardlight-else").mkdir()
+    running = Sweeper(folders[1])
+    try:
+        Sweeper(folders[2]).finish()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["shardlight-else", "shardlight-running"]
+    finally:
+        running.finish()
+    assert not folders[1].exists()
