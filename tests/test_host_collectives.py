@@ -242,6 +242,15 @@ def test_where_memory_is_not_shared_all_ranks_know_why():
     run_ranks(not_built, 2)
 
 
+def uneven(rank, world_size):
+    os.environ["SHARDLIGHT_HOST"] = "a" if rank < 2 else "b"
+    assert str(connect(dist.group.WORLD, "auto")).startswith("hosts have unequal numbers of ranks")
+
+
+def test_unequal_hosts_are_told_from_ranks_that_are_alone():
+    run_ranks(uneven, 3)
+
+
 def trained(rank, world_size, hosts):
     os.environ["SHARDLIGHT_HOST"] = f"host {rank * hosts // world_size}"
 

@@ -64,7 +64,7 @@ def connect(group: dist.ProcessGroup, transport: Transport) -> HostRanks | str:
     first_of = [names.index(name) for name in names]
     hosts = sorted(set(first_of))
     size = world_size // len(hosts)
-    if size == 1:
+    if len(hosts) == world_size:
         return "every rank is on a host of its own"
     if first_of != [r // size * size for r in range(world_size)]:
         return "hosts have unequal numbers of ranks, or their ranks do not follow each other"
