@@ -27,8 +27,8 @@ def toy(name: str, processes: int = 2) -> Contender:
 def rotation(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("TOY_LOG", str(tmp_path))
-    sweeper = Sweeper(tmp_path / "private")
     (tmp_path / "private").mkdir()
+    sweeper = Sweeper(tmp_path / "private")
     yield Rotation(SIZE, tmp_path / "private", sweeper, lambda text: None, limit_s=30.0)
     sweeper.finish()
 
