@@ -129,14 +129,18 @@ def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: Ran
             name = local.name(parameter)
             if name is None or parameter not in optimizer.state:
                 continue
-            start, stop = local.span(parameter)
+            start, _ = local.span(parameter, optimizer)
+            mine, whole = local.of(parameter, optimizer), local.is_whole(parameter, optimizer)
+            writes = engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0
             scalars = {}
             for key, value in optimizer.state[parameter].items():
-                if isinstance(value, Tensor) and value.numel() == stop - start and value.dim():
-                    if engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0:
-                        writer.add(
-                            f"optimizer/{index}/{name}/{key}", value.reshape(-1), engine.full_shape(parameter), start
-                        )
+                is_tensor, stored = isinstance(value, Tensor) and value.dim(), f"optimizer/{index}/{name}/{key}"
+                if is_tensor and mine is not None and value.shape == mine.shape:
+                    if writes:
+                        writer.add(stored, value.reshape(-1), engine.full_shape(parameter), start)
+                elif is_tensor and whole and value.numel() != 1:
+                    if writes:
+                        writer.add(stored, value)
                 else:
                     scalars[key] = _scalar(value, f"optimizer state '{key}' of '{name}'")
             states[name] = scalars
@@ -223,7 +227,7 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             else:
                 group[key] = value
         for parameter in group["params"]:
-            name, mine = local.name(parameter), local.of(parameter)
+            name, mine = local.name(parameter), local.of(parameter, optimizer)
             scalars = stored[0]["states"].get(name)
             if name is None or mine is None:
                 continue
@@ -231,18 +235,22 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             optimizer.state.pop(parameter, None)
             if scalars is None:
                 continue
-            start, stop = local.span(parameter)
+            start, stop = local.span(parameter, optimizer)
             state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
             prefix = f"optimizer/{index}/{name}/"
             for key in reader.names(prefix):
-                state[key] = _like(reader.read(prefix + key, start, stop), mine)
+                if reader.shape(prefix + key) == engine.full_shape(parameter):
+                    stored_part = reader.read(prefix + key, start, stop).view(mine.shape)
+                else:  # such as the factors of a second moment
+                    stored_part = reader.read(prefix + key)
+                state[key] = _like(stored_part, mine)
             optimizer.state[parameter] = state
 
 
 def _like(stored: Tensor, mine: nn.Parameter) -> Tensor:
-    """Returns state as an optimizer keeps it: laid out as the parameter and, like torch's, in its dtype."""
+    """Returns state as an optimizer keeps it: where the parameter is and, like torch's, in its dtype."""
     dtype = mine.dtype if stored.is_floating_point() and mine.is_floating_point() else stored.dtype
-    return stored.view(mine.shape).to(mine.device, dtype, copy=True)
+    return stored.to(mine.device, dtype, copy=True)
 
 
 def _restore_scalar(data: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ Ranks of one host share memory, see [Note: hosts]; everything else goes over tor
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -328,6 +328,38 @@ class Collectives:
         self.reduce_scatter(padded, own, caller)
         self.all_gather(padded, own, caller)
         tensor.copy_(padded[: tensor.numel()])
+
+    def all_to_all(self, into: Sequence[Tensor], parts: Sequence[Tensor], caller: str) -> None:
+        """Sends parts[r] to each rank r, and fills into[r] with what r sent to this rank; sizes differ as they like.
+
+        Args:
+            into: by rank, (n_r,) contiguous and of one dtype; may be empty. Both ends know how much is sent.
+            parts: by rank, likewise.
+        Raises: CollectiveError: a peer was lost or did not arrive in time.
+        Cost: the bytes of all `parts` but this rank's own.
+        Example: rank 0 sends [[], [1, 2]] and rank 1 sends [[3], []]: rank 0 gets [[], [3]], rank 1 gets [[1, 2], []].
+        """
+        into[self.rank].copy_(parts[self.rank])
+        if self.world_size == 1:
+            return
+        self._count("all_to_all", sum(p.nbytes for r, p in enumerate(parts) if r != self.rank))
+        with self._named(caller):
+            if not self._direct:
+                dist.all_to_all(list(into), list(parts), group=self.group)
+                return
+            mates = range(0)
+            if self._host is not None:
+                size = self._host.local.world_size
+                mates = range(self._host.host * size, (self._host.host + 1) * size)
+            group, others = self.group, [r for r in self._peers if r not in mates]
+            assert group is not None
+            works = [group.recv([into[r]], r, 0) for r in others if into[r].numel()]
+            works += [group.send([parts[r]], r, 0) for r in others if parts[r].numel()]
+            if self._host is not None:
+                local = self._host.local
+                local.wait(local.start_all_to_all([into[r] for r in mates], [parts[r] for r in mates]))
+            for work in works:
+                work.wait()
 
     def gather_small(self, values: Tensor, caller: str) -> Tensor:
         """Returns the (world_size, n) rows that the ranks hold, for small control values (n equal on all ranks)."""

@@ -316,13 +316,13 @@ class Engine:
                 end(opened)
             return used
         with self.local_parameters.stepping(optimizer):
-            self.local_parameters.set_gradients(used)
+            self.local_parameters.set_gradients(optimizer, used)
             self.stepping = True
             try:
                 optimizer.step()
             finally:
                 self.stepping = False
-            self.local_parameters.clear_gradients(used)
+            self.local_parameters.clear_gradients(optimizer, used)
         self.finish_step(optimizer, used)
         self.window.stepped = not keep_gradients
         if opened is not None:

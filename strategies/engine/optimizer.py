@@ -2,7 +2,8 @@
 
 [Note: parameter groups] Between steps an optimizer's groups and state show the user's own parameters, so that code
 which goes through `param_groups` (zero_grad, toggle_optimizer, clipping by hand, add_param_group) does what it does in
-plain PyTorch. Only while it steps do they hold this rank's parts.
+plain PyTorch. Only while it steps do they hold this rank's parts: a range of each parameter, or, where the optimizer
+needs them whole, those that this rank owns ([Note: whole parameters], owners.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,24 +15,23 @@ import torch
 from shardlight.strategies.engine.deferred.tensors import materialise_tensors
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.units import UnitTable
+from shardlight.strategies.engine.whole import WholeParameters
 from shardlight.strategies.errors import StrategyError
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 _WHY_NOT = {
     LBFGS: "it evaluates the loss several times per step and needs all gradients in one place",
-    Adafactor: "it factors the second moment over the rows and columns of whole matrices",
     SparseAdam: "it needs sparse gradients",
 }
-if hasattr(torch.optim, "Muon"):
-    _WHY_NOT[torch.optim.Muon] = "it orthogonalises whole matrices"
 
 
 class LocalParameters:
     """The part of every parameter that this rank updates, as a parameter for the optimizer.
 
     Where optimizer state is replicated that is the parameter itself, or its master weights; else a 1-dim view of the
-    shard, or nothing for a parameter of which this rank owns no element.
+    shard, or nothing for a parameter of which this rank owns no element. For an optimizer that needs parameters whole
+    it is the whole parameter, or nothing where another rank owns it.
     """
 
     def __init__(self, table: UnitTable) -> None:
@@ -39,10 +39,20 @@ class LocalParameters:
         self.plan: StatePlan = table.plan
         self._parts: dict[int, nn.Parameter | None] = {}
         """By id of a parameter that another one stands in for: what the optimizer gets; made with the first step."""
+        self._whole = WholeParameters(table)
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    def of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
         """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
-        return self._made_parts().get(id(parameter), parameter)
+        return self._parts_for(optimizer).get(id(parameter), parameter)
+
+    def is_whole(self, parameter: nn.Parameter, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's state of the parameter is in one piece where there is any."""
+        owned = self._whole.of(optimizer)
+        return not self.plan.shard_optimizer or (owned is not None and id(parameter) in owned.parts)
+
+    def _parts_for(self, optimizer: Optimizer) -> Mapping[int, nn.Parameter | None]:
+        owned = self._whole.of(optimizer)
+        return self._made_parts() if owned is None else {**self._made_parts(), **owned.parts}
 
     def _made_parts(self) -> dict[int, nn.Parameter | None]:
         if not self._parts:
@@ -58,12 +68,15 @@ class LocalParameters:
         number = self._table.number_of_id.get(id(parameter))
         return None if number is None else self._table.names[number]
 
-    def span(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def span(self, parameter: nn.Parameter, optimizer: Optimizer) -> tuple[int, int]:
         """Returns the elements [start, stop) of the flattened parameter that this rank updates."""
         _, buffer, slot = self._table.place[parameter]
-        if not self.plan.shard_optimizer:
+        owned = self._whole.of(optimizer)
+        if not self.plan.shard_optimizer or (owned is not None and owned.parts.get(id(parameter)) is not None):
             s = buffer.layout.slots[slot]
             return 0, s.stop - s.start
+        if self.is_whole(parameter, optimizer):
+            return 0, 0
         piece = buffer.pieces.get(slot)
         return (0, 0) if piece is None else (piece.start, piece.stop)
 
@@ -89,12 +102,24 @@ class LocalParameters:
             return self._table.parameters[number].grad
         return buffer.gradient_pieces().get(slot)
 
-    def set_gradients(self, numbers: list[int]) -> None:
-        """Gives the optimizer's parameters their final gradients."""
+    def set_gradients(self, optimizer: Optimizer, numbers: list[int]) -> None:
+        """Gives the optimizer's parameters their final gradients. Collective where it needs them whole."""
+        owned = self._whole.of(optimizer)
+        if owned is not None:
+            with torch.no_grad():
+                self._whole.collect(owned, [n for n in numbers if n in owned.owners])
+            numbers = [n for n in numbers if n not in owned.owners]
         self._set(numbers, self.gradient)
 
-    def clear_gradients(self, numbers: list[int]) -> None:
-        """Takes them away again, so that the next step skips parameters without a gradient."""
+    def clear_gradients(self, optimizer: Optimizer, numbers: list[int]) -> None:
+        """After the step: takes them away, so that the next one skips parameters without a gradient; what was whole
+        goes back into the shards, which is collective.
+        """
+        owned = self._whole.of(optimizer)
+        if owned is not None:
+            with torch.no_grad():
+                self._whole.spread(owned, [n for n in numbers if n in owned.owners])
+            numbers = [n for n in numbers if n not in owned.owners]
         self._set(numbers, lambda number: None)
 
     def _set(self, numbers: list[int], gradient: Callable[[int], Tensor | None]) -> None:
@@ -112,7 +137,7 @@ class LocalParameters:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Context in which groups and state hold this rank's parts; see [Note: parameter groups]."""
-        groups, state, parts = optimizer.param_groups, optimizer.state, self._made_parts()
+        groups, state, parts = optimizer.param_groups, optimizer.state, self._parts_for(optimizer)
         shown = [group["params"] for group in groups]
         local = [list(map(parts.get, map(id, params), params)) for params in shown]
         back = dict(zip(map(id, chain(*local)), chain(*shown), strict=True))
@@ -125,6 +150,7 @@ class LocalParameters:
             for group, params in zip(groups, shown, strict=True):
                 group["params"] = params
             _rename(state, back)
+            self._whole.put_away(optimizer)
 
 
 def _rename(state: dict[Any, Any], names: Mapping[int, Any]) -> None:
@@ -151,16 +177,17 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
             )
     local.numbers_of(optimizer)
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        mine = local.of(parameter)
+        mine = local.of(parameter, optimizer)
         state = optimizer.state.pop(parameter, None) if mine is not parameter else None
         if state and mine is not None:
-            optimizer.state[parameter] = {k: _cut(v, parameter, mine, local) for k, v in state.items()}
+            span = local.span(parameter, optimizer)
+            optimizer.state[parameter] = {k: _cut(v, parameter, mine, span) for k, v in state.items()}
     made = [(f"optimizer state '{k}'", v) for s in optimizer.state.values() for k, v in s.items()]
     materialise_tensors((k, v) for k, v in made if isinstance(v, Tensor))
 
 
-def _cut(value: Any, parameter: nn.Parameter, mine: nn.Parameter, local: LocalParameters) -> Any:
+def _cut(value: Any, parameter: nn.Parameter, mine: nn.Parameter, span: tuple[int, int]) -> Any:
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-        start, stop = local.span(parameter)
+        start, stop = span
         return value.reshape(-1)[start:stop].view(mine.shape).to(mine.dtype, copy=True)
     return value

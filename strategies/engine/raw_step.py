@@ -32,7 +32,7 @@ class RawStep:
         self._context = engine.local_parameters.stepping(optimizer)
         self._context.__enter__()
         if isinstance(self._used, list):
-            engine.local_parameters.set_gradients(self._used)
+            engine.local_parameters.set_gradients(optimizer, self._used)
         else:
             engine.local_parameters.hide_gradients(optimizer)
         return (optimizer,) if closure is None else (optimizer, lambda: result), {}
@@ -44,7 +44,7 @@ class RawStep:
             return
         self._context = None
         if isinstance(self._used, list):
-            engine.local_parameters.clear_gradients(self._used)
+            engine.local_parameters.clear_gradients(optimizer, self._used)
         context.__exit__(None, None, None)
         if isinstance(self._used, list):
             engine.finish_step(optimizer, self._used)
