@@ -227,6 +227,8 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy={name: zero2, compile_backend: eager}", "strategy.compile_backend is for compile: blocks. Leave it out, or set compile."),
         ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number)."),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0."),
+        ("optimizer.betas=[0.9, 0.9]", "optimizer.betas is for adamw, adam, lamb, muon, and sgd has weight_decay, momentum, nesterov."),
+        ("optimizer={name: muon, lr: 0.02}", None),
         ("checkpoint.save_top_k=3", "checkpoint.save_top_k is 3; without monitor it must be -1, 0 or 1."),
         ("resume=gone", "resume: there is no checkpoint gone."),
         ("callbacks=3", "callbacks must be a mapping of names to {class: ...}, got 3 (number)."),
@@ -245,6 +247,8 @@ def test_a_fault_says_where_what_and_the_mend(project, override, fault):
         "trainer.max_steps=null": "config.yaml:6: trainer.max_steps is missing: set it, or trainer.max_epochs.",
         "optimizer=null": f"command line: optimizer is missing: {project.package}.Model has no configure_optimizers of "
         "its own. Write {name: adamw, lr: 3e-4}.",
+        "optimizer={name: muon, lr: 0.02}": "config.yaml:5: optimizer.adamw_lr is missing; set the learning rate of "
+        "embeddings, norms, biases and head, such as 3e-4, or adjust_lr to match_rms_adamw, which takes lr for all.",
     }
     text = expected.get(override) or f"command line: {fault}".replace("PKG", project.package)
     assert faults_of(project(), override) == [text]

@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import LightningModule
 from shardlight.framework.build_optim import build_optimizer, build_schedule, decay_groups, learning_rate_factor
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.ops.lamb import Lamb
+from shardlight.ops.muon_adamw import MuonAdamW
 from shardlight.strategies.errors import ShardlightError
 from torch import nn
 
@@ -144,14 +146,128 @@ def test_options_reach_the_optimizer():
 
 def test_all_faults_of_an_optimizer_are_reported_at_once():
     with pytest.raises(ValueError) as error:
-        OptimizerConfig(name="lion", lr=-1.0, eps=float("nan"), betas=(0.9, 1.0), momentum=-0.1, weight_decay=-1.0)
+        OptimizerConfig(name="tiger", lr=-1.0, eps=float("nan"), betas=(0.9, 1.0), momentum=-0.1, weight_decay=-1.0)
     message = str(error.value)
-    for part in ("name is 'lion'; choose one of adamw, adam, sgd", "lr is -1.0", "eps is nan", "betas", "momentum"):
+    for part in ("name is 'tiger'; choose one of adamw, adam, sgd", "lr is -1.0", "eps is nan", "betas", "momentum"):
         assert part in message
     with pytest.raises(ValueError, match="nesterov needs momentum"):
         OptimizerConfig(name="sgd", lr=0.1, nesterov=True)
     with pytest.raises(ValueError, match="decay is 'none'; choose one of weights, all"):
         OptimizerConfig(name="sgd", lr=0.1, decay="none")
+
+
+CLASSES = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+    "lamb": Lamb,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_unset_options_are_the_defaults_of_the_class(name):
+    config = OptimizerConfig(name=name, lr=0.1)
+    defaults = CLASSES[name]([nn.Parameter(torch.ones(1))], lr=0.1).defaults
+    (group,) = build_optimizer(nn.Linear(3, 2, bias=False), config).param_groups
+    assert {k: group[k] for k in defaults} == defaults
+    assert config.options.keys() <= defaults.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adagrad", {"eps": 1e-3, "lr_decay": 0.1}),
+        ("rmsprop", {"alpha": 0.5, "momentum": 0.9, "centered": True, "eps": 1e-3}),
+        ("adafactor", {"beta2_decay": -0.5, "weight_decay": 0.2}),
+        ("lamb", {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}),
+    ],
+)
+def test_options_of_each_reach_it(name, options):
+    optimizer = build_optimizer(nn.Linear(2, 2, bias=False), OptimizerConfig(name=name, lr=0.1, **options))
+    assert type(optimizer) is CLASSES[name]
+    assert {k: optimizer.param_groups[0][k] for k in options} == options
+
+
+def test_options_of_another_optimizer_are_faults():
+    for name, options, text in (
+        ("adamw", {"momentum": 0.0}, "momentum is for sgd, rmsprop, muon, and adamw has weight_decay, betas, eps"),
+        ("sgd", {"adamw_lr": 1.0}, "adamw_lr is for muon, and sgd has weight_decay, momentum, nesterov"),
+        ("lamb", {"alpha": 0.9}, "alpha is for rmsprop, and lamb has"),
+        ("muon", {"lr_decay": 0.9, "adamw_lr": 1.0}, "lr_decay is for adagrad, and muon has"),
+        ("muon", {}, "adamw_lr is missing; set the learning rate of embeddings, norms, biases and head, such as 3e-4, or"),
+        ("muon", {"adamw_lr": 1.0, "ns_steps": 0}, "ns_steps is 0; it must be from 1 to 99"),
+        ("muon", {"adamw_lr": 1.0, "adjust_lr": "x"}, "adjust_lr is 'x'; it must be original or match_rms_adamw"),
+        ("muon", {"adamw_lr": 1.0, "momentum": 0.0, "nesterov": True}, "nesterov needs momentum"),
+        ("adafactor", {"beta2_decay": 0.5}, "beta2_decay is 0.5; it must be at most 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            OptimizerConfig(name=name, lr=0.1, **options)
+        assert text in str(error.value)
+
+
+def test_lamb_scales_what_it_decays():
+    def adapted(**options):
+        config = OptimizerConfig(name="lamb", lr=0.1, **options)
+        return {g["name"]: g["adapt"] for g in build_optimizer(Small(), config).param_groups}
+
+    assert adapted() == {"decay": True, "no_decay": False}
+    assert adapted(decay="all") == {"decay": True}
+
+
+def muon(**options):
+    return OptimizerConfig(**{"name": "muon", "lr": 0.02, "adamw_lr": 0.003, **options})
+
+
+def names_by_group(module, config):
+    names = {id(p): n for n, p in module.named_parameters()}
+    optimizer = build_optimizer(module, config)
+    assert type(optimizer) is MuonAdamW
+    return {g["name"]: ({names[id(p)] for p in g["params"]}, g) for g in optimizer.param_groups}
+
+
+def test_muon_trains_hidden_matrices_and_adamw_the_rest(caplog):
+    module = Small()
+    module.lm_head = nn.Linear(4, 5)
+    with caplog.at_level(logging.INFO):
+        groups = names_by_group(module, muon())
+    found = {name: names for name, (names, _) in groups.items()}
+    assert found == {
+        "muon_decay": {"attention.in_proj_weight", "attention.out_proj.weight"},
+        "adamw_decay": {"scale", "lm_head.weight"},
+        "adamw_no_decay": {
+            "embedding.weight", "attention.in_proj_bias", "attention.out_proj.bias", "norm.gain", "layer_norm.weight",
+            "layer_norm.bias", "head.bias", "lm_head.bias",
+        },
+    }  # fmt: skip
+    options = {k: groups["muon_decay"][1][k] for k in ("lr", "weight_decay", "momentum", "nesterov", "ns_steps")}
+    assert options == {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+    assert [groups[n][1]["weight_decay"] for n in ("adamw_decay", "adamw_no_decay")] == [0.01, 0.0]
+    assert {groups[n][1]["lr"] for n in ("adamw_decay", "adamw_no_decay")} == {0.003}
+    (line,) = [record.getMessage() for record in caplog.records if "optimizer:" in record.getMessage()]
+    assert line == (
+        "optimizer: torch.optim.Muon, lr 0.02, for 64 parameters in 2 tensors, torch.optim.AdamW, lr 0.003, for 82 "
+        "parameters in 10 tensors; weight decay 0.1 (AdamW 0.01) on 88 parameters in 4 tensors, none on 58 parameters "
+        "in 8 tensors (norms, biases, embeddings); 2 frozen tensors left out"
+    )
+
+
+def test_muon_takes_what_the_config_says():
+    chosen = muon(adamw_for=("*out_proj*",), weight_decay=0.3, adamw_lr=None, adjust_lr="match_rms_adamw", decay="all")
+    groups = names_by_group(Small(), chosen)
+    assert groups["muon_decay"][0] == {"attention.in_proj_weight"}
+    assert "attention.out_proj.weight" in groups["adamw_decay"][0]
+    assert {g["weight_decay"] for _, g in groups.values()} == {0.3} and {g["lr"] for _, g in groups.values()} == {0.02}
+    assert groups["muon_decay"][1]["adjust_lr_fn"] == "match_rms_adamw"
+    undecayed = names_by_group(Small(), muon(no_decay=("attention.in_proj_weight",)))
+    assert undecayed["muon_no_decay"][0] == {"attention.in_proj_weight"}
+    assert undecayed["muon_no_decay"][1]["weight_decay"] == 0
+    with pytest.raises(ShardlightError, match=r"adamw_for: \['head2\*'\] match no parameter; names look like: scale"):
+        build_optimizer(Small(), muon(adamw_for=("head2*",)))
+    with pytest.raises(ShardlightError, match="Embedding has no hidden matrix for muon to train"):
+        build_optimizer(nn.Embedding(3, 4), muon())
 
 
 # The learning rate over optimizer steps 0, 1, ... of a run of 6, warmup 2, lowest 0.2; step 6 and later stay.
