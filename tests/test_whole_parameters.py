@@ -390,17 +390,25 @@ def run_from(rank, world_size, folder, runs):
     return weights
 
 
+@pytest.mark.case("C034")
 def test_a_checkpoint_opens_under_any_number_of_ranks_and_strategy(tmp_path):
     names = ("lamb", "muon", "adafactor")
     folder = {"folder": str(tmp_path), "timeout_s": 120}
     found = [
         *run_ranks(run_from, 2, runs=[(None, name, "zero2", 0, 1) for name in names], **folder)[:1],
         *run_ranks(run_from, 3, runs=[(f"{name}-zero2-2", name, "zero3", 2, 2) for name in names], **folder)[:1],
-        *run_ranks(run_from, 1, runs=[(f"{name}-zero3-3", name, "ddp", 3, 3) for name in names], **folder)[:1],
+        *run_ranks(
+            run_from,
+            1,
+            runs=[(f"{name}-zero3-3", name, "ddp", 3, 3) for name in names]
+            + [(None, name, "ddp", 0, 1) for name in (*names, "adamw")],
+            **folder,
+        )[:1],
         *run_ranks(
             run_from,
             2,
-            runs=[(f"{name}-zero3-3", name, plan, 3, -1) for name in names for plan in ("zero1", "zero3")],
+            runs=[(f"{name}-zero3-3", name, "zero1", 3, -1) for name in names]
+            + [(f"{name}-ddp-1", name, "zero3", 2, -1) for name in (*names, "adamw")],
             **folder,
         )[:1],
     ]

@@ -237,6 +237,10 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
                 continue
             start, stop = local.span(parameter, optimizer)
             state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
+            if not parameter.dim():
+                # Its moments are scalars as well, and follow what the optimizer has in its place: 1-dim where sharded.
+                moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.dim() and k != "step"}
+                state |= {k: v.to(mine.device).view(mine.shape) for k, v in moments.items()}
             prefix = f"optimizer/{index}/{name}/"
             for key in reader.names(prefix):
                 if reader.shape(prefix + key) == engine.full_shape(parameter):
