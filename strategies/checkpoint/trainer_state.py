@@ -235,16 +235,11 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             optimizer.state.pop(parameter, None)
             if scalars is None:
                 continue
-            start, stop = local.span(parameter, optimizer)
-            state: dict[str, Any] = {k: _restore_scalar(v) for k, v in scalars.items()}
-            if not parameter.dim():
-                # Its moments are scalars as well, and follow what the optimizer has in its place: 1-dim where sharded.
-                moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.dim() and k != "step"}
-                state |= {k: v.to(mine.device).view(mine.shape) for k, v in moments.items()}
-            prefix = f"optimizer/{index}/{name}/"
+            span, prefix = local.span(parameter, optimizer), f"optimizer/{index}/{name}/"
+            state: dict[str, Any] = {k: _restore_scalar(v, parameter, mine, k) for k, v in scalars.items()}
             for key in reader.names(prefix):
                 if reader.shape(prefix + key) == engine.full_shape(parameter):
-                    stored_part = reader.read(prefix + key, start, stop).view(mine.shape)
+                    stored_part = reader.read(prefix + key, *span).view(mine.shape)
                 else:  # such as the factors of a second moment
                     stored_part = reader.read(prefix + key)
                 state[key] = _like(stored_part, mine)
@@ -257,13 +252,21 @@ def _like(stored: Tensor, mine: nn.Parameter) -> Tensor:
     return stored.to(mine.device, dtype, copy=True)
 
 
-def _restore_scalar(data: Mapping[str, Any]) -> Any:
+def _restore_scalar(data: Mapping[str, Any], parameter: nn.Parameter, mine: nn.Parameter, key: str) -> Any:
+    """Returns a state of one element.
+
+    Args:
+        mine: what the optimizer gets for `parameter`: of a 0-dim one that is sharded a 1-dim range.
+    """
     if "plain" in data:
         return decode(data["plain"], {})
     dtype = getattr(torch, data["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"'{data['dtype']}' is not a dtype.")
-    return torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
+    value = torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
+    if not parameter.dim() and key != "step":
+        return value.to(mine.device).view(mine.shape)  # a moment
+    return value.to(mine.device) if value.dim() else value
 
 
 def load_rank(reader: CheckpointReader, rank: int) -> dict[str, Any]:

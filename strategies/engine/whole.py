@@ -229,8 +229,8 @@ class WholeParameters:
         pages, staged = self._ranks.pages, []
 
         def flat(parts: list[Tensor]) -> Tensor:
-            if len(parts) == 1:
-                return parts[0]
+            if len(parts) < 2:
+                return parts[0] if parts else torch.empty(0, dtype=torch.uint8, device=pages.device)
             staged.append(pages.take(sum(p.numel() for p in parts), torch.uint8))
             return staged[-1]
 
