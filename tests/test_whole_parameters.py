@@ -210,7 +210,8 @@ def check_masters(rank, world_size):
                 torch.manual_seed(0)
                 model = TinyGPT()
                 opt = made_by(name)(model)
-                engine = Engine(model, PLANS[plan], group(world_size), dtypes=DtypePolicy(compute=HALF, mixed=mixed))
+                dtypes, small = DtypePolicy(compute=HALF, mixed=mixed), 64 * (plan == "zero3")
+                engine = Engine(model, PLANS[plan], group(world_size), dtypes=dtypes, keep_small=small)
                 engine.take_optimizer(opt)
                 for step in range(3):
                     with torch.autocast("cpu", HALF, enabled=mixed), engine.forward():

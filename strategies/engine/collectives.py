@@ -343,23 +343,26 @@ class Collectives:
         if self.world_size == 1:
             return
         self._count("all_to_all", sum(p.nbytes for r, p in enumerate(parts) if r != self.rank))
+        opened = begin(caller) if profiler._is_profiler_enabled else None
         with self._named(caller):
-            if not self._direct:
+            if self._direct:
+                self._all_to_all(self._host, into, parts)
+            else:
                 dist.all_to_all(list(into), list(parts), group=self.group)
-                return
-            mates = range(0)
-            if self._host is not None:
-                size = self._host.local.world_size
-                mates = range(self._host.host * size, (self._host.host + 1) * size)
-            group, others = self.group, [r for r in self._peers if r not in mates]
-            assert group is not None
-            works = [group.recv([into[r]], r, 0) for r in others if into[r].numel()]
-            works += [group.send([parts[r]], r, 0) for r in others if parts[r].numel()]
-            if self._host is not None:
-                local = self._host.local
-                local.wait(local.start_all_to_all([into[r] for r in mates], [parts[r] for r in mates]))
-            for work in works:
-                work.wait()
+        if opened is not None:
+            end(opened)
+
+    def _all_to_all(self, host: HostRanks | None, into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        first, size = (0, 0) if host is None else (host.host * host.local.world_size, host.local.world_size)
+        group, others = self.group, [r for r in self._peers if not first <= r < first + size]
+        assert group is not None
+        works = [group.recv([into[r]], r, 0) for r in others if into[r].numel()]
+        works += [group.send([parts[r]], r, 0) for r in others if parts[r].numel()]
+        if host is not None:
+            mates = slice(first, first + size)
+            host.local.wait(host.local.start_all_to_all(into[mates], parts[mates]))
+        for work in works:
+            work.wait()
 
     def gather_small(self, values: Tensor, caller: str) -> Tensor:
         """Returns the (world_size, n) rows that the ranks hold, for small control values (n equal on all ranks)."""

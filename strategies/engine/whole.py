@@ -1,6 +1,7 @@
 """Parameters that their optimizer needs whole, while it steps: see [Note: whole parameters], owners.py."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,13 +26,16 @@ _KNOWN_NAMES = frozenset({"adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 parameter at a time, so that nothing is lost where a name is misleading."""
 
 
+@cache
+def _by_class(kind: type[Optimizer]) -> bool:
+    said = getattr(kind, MARK, None)
+    known = issubclass(kind, Adafactor | Muon) or any(c.__name__.lower() in _KNOWN_NAMES for c in kind.mro())
+    return known if said is None else bool(said)
+
+
 def needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the optimizer has to see the parameters of one of its groups in one piece."""
-    kind = type(optimizer)
-    default = getattr(kind, MARK, None)
-    if default is None:
-        default = isinstance(optimizer, Adafactor | Muon) or any(c.__name__.lower() in _KNOWN_NAMES for c in kind.mro())
-    return bool(group.get(MARK, default))
+    return bool(group.get(MARK, _by_class(type(optimizer))))
 
 
 def cost_of(optimizer: Optimizer) -> Callable[[Sequence[int]], float]:
