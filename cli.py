@@ -39,6 +39,9 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
+ops = typer.Typer(help="Show which compiled ops are used, and why; build those for CUDA.", rich_markup_mode=None)
+app.add_typer(ops, name="ops")
+
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file.")
@@ -142,29 +145,46 @@ def export(
     typer.echo(f"{out}: {count} tensors")
 
 
-@app.command()
-def ops(
+@ops.callback(invoke_without_command=True)
+def show_ops(
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table there.")] = None,
+    debug: Debug = False,
 ) -> None:
-    """Show which compiled code is used, and why."""
+    """Show which compiled ops are used, and why."""
+    if context.invoked_subcommand is not None:
+        return
     from rich.table import Table
-    from shardlight.ops import built
+    from shardlight.ops import registry
 
-    path, reason = built.host_collectives(), built.why_not()
-    row = {
-        "op": "collectives of a host",
-        "built": None if path is None else str(path),
-        "chosen": "gloo" if reason else "native",
-        "why": reason or "it loads (strategy.collectives=gloo turns it off)",
-    }
+    with _short_errors(debug):
+        rows = registry.table()
     table = Table(box=None, pad_edge=False)
-    for heading in row:
+    for heading in rows[0]:
         table.add_column(heading, overflow="fold")
-    table.add_row(*(value or "no" for value in row.values()))
+    for row in rows:
+        table.add_row(*row.values())
     _wide_console().print(table)
     _make_folder_of(out)
     if out is not None:
-        out.write_text(json.dumps({"ops": [row]}, indent=1) + "\n")
+        out.write_text(json.dumps({"ops": rows}, indent=1) + "\n")
+
+
+@ops.command("build")
+def build_ops(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", metavar="SM", help="sm_80,sm_90 (the default), ..."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Build the CUDA library with nvcc, ahead of time."""
+    from shardlight.ops.build import ARCHITECTURES, build_cuda
+
+    wanted = [name.strip() for given in arch or ARCHITECTURES for name in given.split(",")]
+    with _short_errors(debug):
+        path = build_cuda(wanted)
+    typer.echo(f"{path}: built for {', '.join(wanted)}")
 
 
 @bench.command("zero")
@@ -296,11 +316,12 @@ def _fail(text: str, code: int = USER_FAULT) -> NoReturn:
 def _short_errors(debug: bool) -> Iterator[None]:
     """Shows our own errors without a traceback: they say what to mend."""
     from shardlight.framework.faults import ConfigError
+    from shardlight.ops.built import OpError
     from shardlight.strategies.errors import LaunchError, ShardlightError
 
     try:
         yield
-    except (ConfigError, ShardlightError) as error:
+    except (ConfigError, ShardlightError, OpError) as error:
         if debug:
             traceback.print_exc()
         if isinstance(error, ConfigError):
@@ -328,7 +349,9 @@ def _run(
         from shardlight.framework.config import load, to_dict
         from shardlight.framework.show import dump
         from shardlight.framework.world import check_world, find_world
+        from shardlight.ops.registry import check
 
+        check()
         loaded = load(config, given, trust or [], verb=verb)
         if show:
             typer.echo(dump(to_dict(loaded.config), loaded.origin), nl=False)

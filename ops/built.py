@@ -1,4 +1,4 @@
-"""Which compiled code of `ops` was built, and whether it is used; told without PyTorch."""
+"""Which compiled libraries of `ops` were built, and whether they are used; told without PyTorch."""
 
 import ctypes
 import functools
@@ -6,29 +6,65 @@ import importlib.machinery
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 OPS_VARIABLE = "SHARDLIGHT_OPS"
-"""`reference`: compiled code is not used."""
+"""`auto` or unset: compiled code where it is there. `reference`: never. `native`: an error where it is missing."""
+CHOICES = ("auto", "native", "reference")
+ABI = 1
+"""As `kAbi` in csrc/numbers.h: what the functions take."""
+Device = Literal["cpu", "cuda"]
+
+_MEND = {
+    "cpu": "install a C++ compiler, then shardlight again (pip install --force-reinstall)",
+    "cuda": "run 'shardlight ops build' where nvcc is",
+}
 
 
-def host_collectives() -> Path | None:
-    """Returns the library of the host's collectives; None: it was not built."""
-    paths = [Path(__file__).with_name(f"_host_collectives{s}") for s in importlib.machinery.EXTENSION_SUFFIXES]
+class OpError(RuntimeError):
+    """An op cannot run as it is asked to; says why, and the mend."""
+
+
+def choice() -> str:
+    """Returns what the environment asks for. Raises: OpError: something that there is not."""
+    found = os.environ.get(OPS_VARIABLE) or "auto"
+    if found not in CHOICES:
+        raise OpError(f"{OPS_VARIABLE}={found} is not a choice. Set it to {', '.join(CHOICES[:-1])} or {CHOICES[-1]}.")
+    return found
+
+
+def cuda_library() -> Path:
+    """Where `shardlight ops build` puts the CUDA library."""
+    return Path(__file__).with_name("_cuda.so")
+
+
+def library(device: Device = "cpu") -> Path | None:
+    """Returns the library for a device; None: it was not built."""
+    if device == "cuda":
+        return cuda_library() if cuda_library().exists() else None
+    paths = [Path(__file__).with_name(f"_native{s}") for s in importlib.machinery.EXTENSION_SUFFIXES]
     return next((path for path in paths if path.exists()), None)
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Returns why the library of the host's collectives cannot be used; None: it can."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return "this system is not Linux"
-    if os.environ.get(OPS_VARIABLE) == "reference":
+def why_not(device: Device = "cpu") -> str | None:
+    """Returns why the library for a device cannot be used; None: it can."""
+    if choice() == "reference":
         return f"{OPS_VARIABLE}=reference is set"
-    path = host_collectives()
+    path = library(device)
     if path is None:
-        return "it was not built: install a C++ compiler, then shardlight again (pip install --force-reinstall)"
+        return f"it was not built: {_MEND[device]}"
     try:
-        ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(path))
     except OSError as error:
         return f"it cannot be loaded ({error})"
+    if not hasattr(found, "ops_abi") or found.ops_abi() != ABI:
+        return f"it is of another version: {_MEND[device]}"
     return None
+
+
+def why_not_shared() -> str | None:
+    """Returns why the ranks of a host cannot exchange through shared memory; None: they can."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return "this system is not Linux"
+    return why_not()

@@ -1,4 +1,6 @@
-"""Collectives between the processes of one host over memory that they share: `host_collectives.cpp` behind tensors.
+"""Collectives between the processes of one host over memory that they share.
+
+It puts tensors before `csrc/cpu/host_collectives.cpp`.
 
 The library is built when the package is installed, where there is a compiler; without it `library()` is None. Nothing
 is left behind by processes that end or are killed: the shared memory has no name, and goes with the last of them.
@@ -13,7 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from shardlight.ops.built import host_collectives, why_not
+from shardlight.ops.built import library as library_path
+from shardlight.ops.built import why_not_shared
+from shardlight.ops.native import NUMBER_OF
 from shardlight.ops.sums import sum_in_rank_order
 from torch import Tensor
 
@@ -23,27 +27,15 @@ _SPINS = 100
 """How often a rank looks before it sleeps, where each has a core of its own; about 50 microseconds."""
 _LOOK_S = 0.1
 """How often a rank that waits looks whether the others live."""
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
-_NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _KINDS = {name: number << 8 for number, name in enumerate(("all_gather", "broadcast", "all_to_all", "sum", "barrier"))}
 
 
 @functools.cache
 def library() -> "ctypes.CDLL | None":
-    """Returns the compiled library; None where `why_not` says why."""
-    if why_not() is not None:
+    """Returns the compiled library; None where `why_not_shared` says why."""
+    if why_not_shared() is not None:
         return None
-    loaded = ctypes.CDLL(str(host_collectives()))
+    loaded = ctypes.CDLL(str(library_path()))
     pointer, number, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
     integer, many = ctypes.c_int, ctypes.POINTER
     for name, result, arguments in (
@@ -138,7 +130,7 @@ class HostGroup:
             add: the sum is added to what `out` holds.
         Returns: None where these dtypes cannot be added here; then nothing was started.
         """
-        pair = _NUMBER_OF.get(full.dtype), _NUMBER_OF.get(out.dtype)
+        pair = NUMBER_OF.get(full.dtype), NUMBER_OF.get(out.dtype)
         if None in pair:
             return None
         kind = _KINDS["sum"] | pair[0]

@@ -1,8 +1,13 @@
-"""Sums whose order is fixed, so that results do not depend on how a buffer is partitioned."""
+"""Passes over flat buffers of gradients: sums over ranks, squares, scaling, casts.
+
+The order of every sum is fixed, so that results do not depend on how a buffer is partitioned.
+"""
 
 from collections.abc import Sequence
 
 import torch
+from shardlight.ops.native import FLOATING, NUMBER_OF, loaded, pointers, stream_of
+from shardlight.ops.registry import OPS
 from torch import Tensor
 
 CHUNK = 1024
@@ -13,26 +18,45 @@ _ROWS = 256
 """Chunks at a time."""
 
 
-def square_sums(flat: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Sums the squares of each chunk of `flat` in fp64.
+def square_sums(flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: float = 1.0) -> tuple[Tensor, int]:
+    """Sums the squares of each chunk of `flat` in fp64, and counts what is not finite, in one pass.
 
     The chunks are fixed by position, so the partial sums of a shard equal those of the same range of the full buffer
     bit for bit, whichever rank computes them.
 
     Args:
         flat: (n * chunk,), floating or complex (the squared modulus is summed).
-    Returns: (n,) fp64.
+        scale, clip: every value counts as multiplied by one and then by the other, as a step does it (16-bit numbers
+            in fp32).
+    Returns: (n,) fp64, and how many of the values are inf or NaN (a complex one counts as two).
     """
-    rows = real_view(flat).view(-1, chunk * (2 if flat.is_complex() else 1))
-    sums = torch.empty(len(rows), dtype=torch.float64, device=flat.device)
+    real = real_view(flat)
+    length = chunk * (2 if flat.is_complex() else 1)
+    n = real.numel() // length
+    sums = torch.empty(n, dtype=torch.float64, device=flat.device)
+    if n and _native(real):
+        given = real.data_ptr(), NUMBER_OF[real.dtype], real.numel(), length, scale, clip, sums.data_ptr()
+        if flat.device.type == "cpu":
+            return sums, loaded().ops_square_sums(*given, torch.get_num_threads())
+        bad = torch.zeros((), dtype=torch.int64, device=flat.device)
+        _check(loaded("cuda").cuda_square_sums(*given, bad.data_ptr(), stream_of(flat.device)))
+        return sums, int(bad)
+    rows = real.view(-1, length)
+    wide_dtype = real.dtype if real.dtype == torch.float64 else torch.float32
     # In steps that stay in a core's cache, and take no memory of the size of `flat`.
-    wide = torch.empty(min(_ROWS, len(rows)), rows.shape[1], dtype=torch.float64, device=flat.device)
-    for first in range(0, len(rows), _ROWS):
+    wide = torch.empty(min(_ROWS, n), length, dtype=torch.float64, device=flat.device)
+    for first in range(0, n, _ROWS):
         part = rows[first : first + _ROWS]
+        if scale != 1.0 or clip != 1.0:
+            part = (part.to(wide_dtype) * scale).mul_(clip)
         squares = wide[: len(part)].copy_(part)
         torch.mul(squares, squares, out=squares)
         torch.sum(squares, dim=1, out=sums[first : first + _ROWS])
-    return sums
+    if torch.isfinite(sums).all():
+        return sums, 0
+    # Rare: also where squares alone are too large.
+    scaled = real if scale == 1.0 and clip == 1.0 else (real.to(wide_dtype) * scale).mul_(clip)
+    return sums, int(scaled.numel() - torch.isfinite(scaled).sum())
 
 
 def scale_and_check(flat_N: Tensor, scale: float) -> bool:
@@ -41,6 +65,13 @@ def scale_and_check(flat_N: Tensor, scale: float) -> bool:
     On CPU in steps that stay in a core's cache, so that memory is read once.
     """
     flat = real_view(flat_N)
+    if _native(flat):
+        given = flat.data_ptr(), NUMBER_OF[flat.dtype], flat.numel(), scale
+        if flat.device.type == "cpu":
+            return not loaded().ops_scale(*given, torch.get_num_threads())
+        bad = torch.zeros((), dtype=torch.int64, device=flat.device)
+        _check(loaded("cuda").cuda_scale(*given, bad.data_ptr(), stream_of(flat.device)))
+        return not int(bad)
     ends: list[Tensor] = []
     for part in flat.split(_STEP if flat.device.type == "cpu" else max(1, flat.numel())):
         if scale != 1.0:
@@ -48,6 +79,28 @@ def scale_and_check(flat_N: Tensor, scale: float) -> bool:
         if part.numel():
             ends += part.aminmax()
     return not ends or bool(torch.isfinite(torch.stack(ends)).all())
+
+
+def cast(source_N: Tensor, out_N: Tensor) -> Tensor:
+    """Writes (n,) `source_N` into (n,) `out_N` of another floating dtype, rounded to the nearest; returns it."""
+    if source_N.numel() == out_N.numel() and source_N.device == out_N.device and _native(source_N, out_N):
+        given = source_N.data_ptr(), NUMBER_OF[source_N.dtype], out_N.data_ptr(), NUMBER_OF[out_N.dtype], out_N.numel()
+        if out_N.device.type == "cpu":
+            loaded().ops_cast(*given, torch.get_num_threads())
+        else:
+            _check(loaded("cuda").cuda_cast(*given, stream_of(out_N.device)))
+        return out_N
+    return out_N.copy_(source_N)
+
+
+def _native(*flats: Tensor) -> bool:
+    fit = all(f.dtype in FLOATING and f.is_contiguous() for f in flats)
+    return fit and OPS["sums"].native(flats[0].device.type)
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"ops.sums failed on CUDA: error {error}")
 
 
 def abs_max(flat: Tensor) -> Tensor:
@@ -65,6 +118,21 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False)
     Returns: `out_N`.
     """
     own = parts[0].dtype
+    if all(p.is_contiguous() for p in parts) and _sums_natively(own, out_N):
+        given = (
+            pointers(parts),
+            len(parts),
+            NUMBER_OF[own],
+            out_N.data_ptr(),
+            NUMBER_OF[out_N.dtype],
+            out_N.numel(),
+            add,
+        )
+        if out_N.device.type == "cpu":
+            loaded().ops_sum(*given, torch.get_num_threads())
+        else:
+            _check(loaded("cuda").cuda_sum(*given, stream_of(out_N.device)))
+        return out_N
     if not add and own == out_N.dtype and own not in (torch.bfloat16, torch.float16) and len(parts) > 1:
         # `out_N` is written last, since it may be one of the parts.
         total = parts[0]
@@ -77,6 +145,58 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False)
     return out_N.add_(total) if add else out_N.copy_(total)
 
 
+def _sums_natively(own: torch.dtype, out_N: Tensor) -> bool:
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+    fits = own in NUMBER_OF and out_N.dtype in (own, wide.get(own)) and out_N.is_contiguous()
+    return fits and OPS["sums"].native(out_N.device.type)
+
+
 def real_view(flat: Tensor) -> Tensor:
     """Returns a complex tensor as a flat real view of twice the length, and any other tensor as it is."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+@torch.library.custom_op("shardlight::square_sums", mutates_args=())
+def square_sums_op(flat: Tensor, chunk: int, scale: float = 1.0, clip: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`square_sums` as an operator of PyTorch; the count is a 0-dim int64 tensor."""
+    sums, bad = square_sums(flat, chunk, scale, clip)
+    return sums, torch.tensor(bad, device=flat.device)
+
+
+@square_sums_op.register_fake
+def _(flat: Tensor, chunk: int, scale: float = 1.0, clip: float = 1.0) -> tuple[Tensor, Tensor]:
+    sums = flat.new_empty(flat.numel() // chunk, dtype=torch.float64)
+    return sums, flat.new_empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("shardlight::scale_", mutates_args=("flat",))
+def scale_op(flat: Tensor, scale: float) -> Tensor:
+    """`scale_and_check` as an operator of PyTorch; whether all is finite is a 0-dim bool tensor."""
+    return torch.tensor(scale_and_check(flat, scale), device=flat.device)
+
+
+@scale_op.register_fake
+def _(flat: Tensor, scale: float) -> Tensor:
+    return flat.new_empty((), dtype=torch.bool)
+
+
+@torch.library.custom_op("shardlight::cast", mutates_args=())
+def cast_op(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """`cast` into new memory, as an operator of PyTorch."""
+    return cast(flat, torch.empty_like(flat, dtype=dtype, memory_format=torch.contiguous_format))
+
+
+@cast_op.register_fake
+def _(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(flat, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("shardlight::sum_in_rank_order", mutates_args=("out",))
+def sum_op(parts: list[Tensor], out: Tensor, add: bool = False) -> None:
+    """`sum_in_rank_order` as an operator of PyTorch; `out` is none of the parts."""
+    sum_in_rank_order(parts, out, add)
+
+
+@sum_op.register_fake
+def _(parts: list[Tensor], out: Tensor, add: bool = False) -> None:
+    return None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from shardlight.strategies.checkpoint.directory import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
 from shardlight.strategies.engine.collectives import EngineGroups
@@ -227,6 +227,7 @@ class ShardedStrategy(Saving):
                 self.options.keep_gathered,
                 self.options.keep_small,
                 self.options.collectives,
+                self.options.optimizer_kernel,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)
@@ -237,6 +238,11 @@ class ShardedStrategy(Saving):
             self._reset_optimizers_and_schedulers()
         for optimizer in self.optimizers:
             self.engine.take_optimizer(optimizer)
+            why = self.engine.why_no_kernel(optimizer)
+            how = (
+                "by its own code: " + why if why else "by a compiled op (strategy.optimizer_kernel=torch turns it off)"
+            )
+            rank_zero_info(f"optimizer: {type(optimizer).__name__} is stepped {how}")
         materialise_others()
         for config in self.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:

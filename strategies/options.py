@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
+from shardlight.strategies.engine.kernels import OptimizerKernel
 from shardlight.strategies.engine.plan import Reduce
 from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
 from shardlight.strategies.errors import StrategyError
@@ -41,6 +42,10 @@ class EngineOptions:
     collectives: Transport = "auto"
     """What moves data between ranks on CPU. `auto`: memory that the ranks of a host share, where the compiled library
     is there (`shardlight ops`), and gloo between hosts. `gloo`: gloo alone."""
+
+    optimizer_kernel: OptimizerKernel = "auto"
+    """Who computes a step. `auto`: a compiled op where the optimizer is exactly AdamW, Adam, SGD, Adagrad, RMSprop or
+    Lion, which gives the same numbers in one pass over memory (`shardlight ops`). `torch`: the optimizer itself."""
 
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
@@ -122,6 +127,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     choices = {
         "reduce": (None, *get_args(Reduce)),
         "collectives": get_args(Transport),
+        "optimizer_kernel": get_args(OptimizerKernel),
         "keep_gathered": get_args(KeepGathered),
         "recompute": get_args(Recompute),
         "compile": get_args(Compile),

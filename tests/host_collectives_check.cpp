@@ -1,6 +1,6 @@
 // Random collectives among ranks that are threads here, for sanitizers: see test_host_collectives_sanitized.py.
 
-#include "../ops/host_collectives.cpp"
+#include "../ops/csrc/cpu/host_collectives.cpp"
 
 #include <cstdio>
 #include <random>

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from shardlight.ops.built import why_not
+from shardlight.ops.built import why_not_shared
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.collectives import Collectives, all_gather_flat, newest
 from shardlight.strategies.errors import CollectiveError
@@ -113,7 +113,7 @@ def test_ranks_at_different_points_get_an_error_that_names_them():
 def moves(rank, world_size, dtype, transport="auto", hosts=1):
     os.environ["SHARDLIGHT_HOST"] = f"host {rank * hosts // world_size}"
     collectives = Collectives(dist.group.WORLD, transport=transport)
-    shared = transport == "auto" and world_size > hosts and why_not() is None
+    shared = transport == "auto" and world_size > hosts and why_not_shared() is None
     assert (collectives.why_not_shared is None) == shared
     n = 3
     shard = torch.full((n,), rank + 1, dtype=dtype)

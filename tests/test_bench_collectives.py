@@ -9,7 +9,7 @@ from shardlight.framework.bench import collectives, diff
 from shardlight.framework.bench.collectives import BARS, OPERATIONS, QUICK, VOLUMES, WAYS, Volume, whole_bytes
 from shardlight.framework.bench.contenders.exchange import GLOO, MEMCPY, Buffers, engine_way, measure
 from shardlight.framework.bench.results import UNITS, meets, read
-from shardlight.ops.built import OPS_VARIABLE, why_not
+from shardlight.ops.built import OPS_VARIABLE, why_not_shared
 from shardlight.strategies.engine.collectives import Collectives
 from typer.testing import CliRunner
 
@@ -18,7 +18,7 @@ preload(collectives.MODULE)
 
 @pytest.mark.parametrize("variables", [{}, {OPS_VARIABLE: "reference"}], ids=["as built", "reference"])
 def test_quick_measures_every_way_and_prints_what_it_writes(tmp_path, variables):
-    reason = f"{OPS_VARIABLE}=reference is set" if variables else why_not()
+    reason = f"{OPS_VARIABLE}=reference is set" if variables else why_not_shared()
     line = ["bench", "collectives", "--quick", "--strict", "--json", "made/result.json"]
     outcome = run_command(line, tmp_path, variables, timeout_s=240)
     assert outcome.left_running == () and (tmp_path / "made/result.json").exists(), outcome.output

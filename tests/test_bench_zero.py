@@ -17,7 +17,7 @@ from shardlight.framework.bench.results import read
 from shardlight.framework.bench.rotation import TRACED_STEPS
 from shardlight.framework.bench.sizes import SIZES, Size
 from shardlight.framework.bench.turns import Turns
-from shardlight.ops.built import why_not
+from shardlight.ops.built import why_not_shared
 
 BASELINE = Path(__file__).parent / "baselines" / "zero.json"
 """Written by `shardlight bench zero --quick --json tests/baselines/zero.json`."""
@@ -66,7 +66,7 @@ def test_every_contender_has_the_losses_of_one_process(quick):
         assert 0 <= result.value(who, "loss_difference") < 1e-5, who
 
 
-@pytest.mark.skipif(why_not() is not None, reason="the baseline is of shared memory")
+@pytest.mark.skipif(why_not_shared() is not None, reason="the baseline is of shared memory")
 def test_bytes_and_collectives_are_those_of_the_baseline(quick):
     now, before = figures(quick[1], EXACT), figures(read(BASELINE), EXACT)
     assert len(before) == len(OURS) * len(EXACT)
@@ -76,7 +76,7 @@ def test_bytes_and_collectives_are_those_of_the_baseline(quick):
         assert 0 < now[who, "collectives"] <= now[who, "engine_collectives"], who
 
 
-@pytest.mark.skipif(why_not() is not None, reason="the baseline is of shared memory")
+@pytest.mark.skipif(why_not_shared() is not None, reason="the baseline is of shared memory")
 def test_python_calls_are_within_5_percent_of_the_baseline(quick):
     before = read(BASELINE)
     for name in ("python", "torch", "lightning"):

@@ -18,7 +18,7 @@ from shardlight.framework.assemble import make_run_dir
 from shardlight.framework.config import load_config
 from shardlight.framework.schema import TrainerConfig
 from shardlight.framework.world import World, adopt_slurm, check_world, find_world
-from shardlight.ops.built import OPS_VARIABLE, host_collectives, why_not
+from shardlight.ops.built import OPS_VARIABLE, why_not
 from shardlight.strategies.errors import LaunchError
 from test_config import OPTIONS
 from typer.testing import CliRunner
@@ -102,11 +102,11 @@ OPS = """
 import sys
 from pathlib import Path
 from shardlight.cli import main
-from shardlight.ops import built
+from shardlight.ops import built, registry
 files = {"missing": None, "broken": Path("/dev/null")}
 how = sys.argv[1]
 if how in files:
-    built.host_collectives = lambda: files[how]
+    built.library = registry.library = lambda device="cpu": files[how]
 sys.argv = ["shardlight", "ops", "--json", "found/ops.json"]
 try: main()
 finally: print([m for m in ("torch", "lightning", "omegaconf") if m in sys.modules])
@@ -119,19 +119,36 @@ def test_ops_tells_what_is_used_and_why_without_torch(tmp_path, monkeypatch):
     def found(how, env=None):
         code, out, err = run("-c", OPS, how, command=[sys.executable], env={OPS_VARIABLE: "", **(env or {})})
         assert (code, err, out.splitlines()[-1]) == (0, "", "[]")
-        (row,) = json.loads(Path("found/ops.json").read_text())["ops"]
-        assert all(value in out for value in row.values() if value is not None)
-        return row
+        rows = json.loads(Path("found/ops.json").read_text())["ops"]
+        assert all(row["op"] in out for row in rows)
+        return {row["op"]: row for row in rows}
 
-    path = host_collectives()
     off = found("as it is", {OPS_VARIABLE: "reference"})
-    assert (off["chosen"], off["built"]) == ("gloo", path and str(path))
-    assert off["why"] == "SHARDLIGHT_OPS=reference is set"
+    assert off["host_collectives"]["chosen"] == "CPU: reference"
+    assert off["adam"]["chosen"] == "CPU: reference; CUDA: reference"
+    assert off["sums"]["why"].startswith("CPU: SHARDLIGHT_OPS=reference is set")
     missing, broken = found("missing"), found("broken")
-    assert (missing["chosen"], missing["built"]) == ("gloo", None) and "it was not built" in missing["why"]
-    assert (broken["chosen"], broken["built"]) == ("gloo", "/dev/null") and "cannot be loaded" in broken["why"]
+    assert missing["adam"]["CPU"] == "not built" and "CPU: it was not built: install a C++" in missing["adam"]["why"]
+    assert "run 'shardlight ops build'" in missing["lion"]["why"]
+    assert broken["sgd"]["CPU"] == "built" and "cannot be loaded" in broken["sgd"]["why"]
     if why_not() is None:
-        assert found("as it is")["chosen"] == "native"
+        assert found("as it is")["rmsprop"]["chosen"].startswith("CPU: native")
+
+
+def test_what_ops_cannot_be_is_said_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (["ops"], ["fit", "config.yaml"]):
+        code, _, err = run(*command, env={OPS_VARIABLE: "fast"})
+        assert (code, err) == (
+            1,
+            "OpError: SHARDLIGHT_OPS=fast is not a choice. Set it to auto, native or reference.\n",
+        )
+    code, _, err = here("ops", "build", "--arch", "sm_80,h100")
+    assert code == 1 and err == "OpError: --arch h100 is no architecture: they look like sm_80 or sm_90.\n"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    code, _, err = here("ops", "build")
+    assert code == 1 and err.startswith("OpError: nvcc was not found: install the CUDA toolkit")
 
 
 def test_the_version_is_printed():

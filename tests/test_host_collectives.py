@@ -13,12 +13,15 @@ import torch.distributed as dist
 from harness import RanksFailedError, run_ranks
 from loops import check_equal, plain, sharded
 from models import TinyGPT, token_batch, token_loss
-from shardlight.ops.host_collectives import HostError, HostGroup, why_not
+from shardlight.ops.built import why_not_shared
+from shardlight.ops.host_collectives import HostError, HostGroup
 from shardlight.ops.sums import sum_in_rank_order
 from shardlight.strategies.engine import host_ranks
 from shardlight.strategies.engine.host_ranks import connect
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"the compiled library is not used: {why_not()}")
+pytestmark = pytest.mark.skipif(
+    why_not_shared() is not None, reason=f"the compiled library is not used: {why_not_shared()}"
+)
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -230,9 +233,9 @@ def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing():
 
 
 def not_built(rank, world_size):
-    host_ranks.why_not = lambda: "it was not built" if rank == 1 else None
+    host_ranks.why_not_shared = lambda: "it was not built" if rank == 1 else None
     assert connect(dist.group.WORLD, "auto") == "the compiled library is not used (rank 1: it was not built)"
-    host_ranks.why_not = lambda: None
+    host_ranks.why_not_shared = lambda: None
     host_ranks.create_segment = lambda size: (_ for _ in ()).throw(OSError(12, "no memory"))
     assert connect(dist.group.WORLD, "auto").startswith("memory could not be shared (rank 0")
     assert connect(dist.group.WORLD, "gloo") == "collectives: gloo is set"

@@ -10,15 +10,21 @@ home    (numel,) or (shard_numel,)  the authoritative weights that this rank upd
 shard   (shard_numel,)  this rank's part of the authoritative weights: `home`, or a slice of it.
 wide    (numel,)        all authoritative weights, while `gathered` shows them instead of 16-bit copies; else None.
 local   (numel,)        this rank's gradients since they were last reduced; a sum over micro-batches.
-grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ranks until `finish` scales it.
+grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ranks until `finish` scales it, or, see
+                        [Note: factors], until someone looks.
 full_grad (numel,)      where gradients are replicated, or kept over the window, `grad` is its slice; else None.
 kept  (shard_numel,)    final gradients of an earlier window that this one adds to; else None.
+
+[Note: factors] Final gradients are sums multiplied by 1 / total weight, and by a factor for clipping. Where only the
+optimizer's op will read them, it does so as it reads them: `factors` are kept, and `settle` applies them for everyone
+else. The squares for the norm are taken with the first factor, together with the search for inf and NaN.
 """
 
 from operator import attrgetter
 
 import torch
-from shardlight.ops.sums import scale_and_check
+from shardlight.ops.registry import OPS
+from shardlight.ops.sums import scale_and_check, square_sums
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -56,6 +62,10 @@ class FlatBuffer(FlatWeights):
         self.full_grad: Tensor | None = None
         self.grad: Tensor | None = None
         self._pieces_of_grad: dict[int, Tensor] = {}
+        self.factors: tuple[float, float] | None = None
+        """See [Note: factors]; None: `grad` is as it is to be."""
+        self._squares: tuple[Tensor, int] | None = None
+        """Sums of squares of `grad` by chunk, and the version of `grad` that they belong to."""
         self.local: Tensor | None = None
         self.pages = self.collectives.pages
         self._taken: Tensor | None = None
@@ -118,6 +128,9 @@ class FlatBuffer(FlatWeights):
 
     def _keep(self) -> None:
         """Puts carried gradients aside, before `grad` is written for the first time in a window."""
+        if not self.reduced:
+            self.settle()
+            self._squares = None
         if self._kept is None and self.carried and not self.reduced:
             assert self.grad is not None
             self._kept = torch.zeros_like(self.grad)
@@ -199,6 +212,11 @@ class FlatBuffer(FlatWeights):
         """
         assert self.grad is not None
         self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
+        if self.plan.shard_optimizer and self._kept is None and OPS["sums"].native(self.device.type):
+            self.factors = (scale, 1.0)
+            squares, not_finite = square_sums(self.grad, scale=scale)
+            self._squares = squares, self.grad._version
+            return not not_finite
         finite = scale_and_check(self.grad, scale)
         if self._kept is not None:
             self.grad += self._kept
@@ -207,9 +225,29 @@ class FlatBuffer(FlatWeights):
             self.gather_gradients()
         return finite
 
+    def settle(self) -> None:
+        """Applies `factors` to `grad`, which then is what it is to be for everyone."""
+        for factor in self.factors or ():
+            if factor != 1.0 and self.grad is not None:
+                scale_and_check(self.grad, factor)
+        self.factors = None
+
+    def clip(self, factor: float) -> bool:
+        """Multiplies final gradients by `factor`, when they are read; returns whether that can wait."""
+        if self.factors is None or self.factors[1] != 1.0:
+            return False
+        self.factors, self._squares = (self.factors[0], factor), None
+        return True
+
+    def squares(self) -> Tensor | None:
+        """Returns the sums of squares of the final gradients by chunk, if they were taken when these became final."""
+        known = self._squares is not None and self.grad is not None and self._squares[1] == self.grad._version
+        return self._squares[0] if known and self._squares is not None else None
+
     def gather_gradients(self) -> Tensor:
         """Returns the (numel,) mean gradients of the window on every rank. Collective."""
         assert self.grad is not None
+        self.settle()
         full = (
             self.full_grad
             if self.full_grad is not None
@@ -220,6 +258,11 @@ class FlatBuffer(FlatWeights):
 
     def gradient_pieces(self) -> dict[int, Tensor]:
         """Returns this rank's part of every parameter's final gradient, by slot; nothing before there are any."""
+        self.settle()
+        return self.unsettled_pieces()
+
+    def unsettled_pieces(self) -> dict[int, Tensor]:
+        """Returns the same, to be multiplied by `factors`."""
         if self.grad is None:
             return {}
         if not self._pieces_of_grad:
@@ -234,6 +277,9 @@ class FlatBuffer(FlatWeights):
         self._drop_local()
         self._kept = None
         self.reduced = False
+        if carried:
+            self.settle()
+        self.factors = self._squares = None
         self.carried = carried
 
     @property
@@ -245,6 +291,7 @@ class FlatBuffer(FlatWeights):
         """Forgets the gradient of one parameter within a window."""
         self.touched.discard(slot)
         self.carried.discard(slot)
+        self._squares = None
         # In `local` what was not touched is cleared before it is reduced.
         for flat in (self._kept, self.grad if self.reduced else None):
             part = None if flat is None else self.piece_of_shard(slot, flat)

@@ -12,7 +12,7 @@ Usable without Lightning:
     engine.step(optimizer)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
@@ -31,6 +31,7 @@ from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
+from shardlight.strategies.engine.kernels import OptimizerKernel, why_not
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -62,7 +63,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
-        keep_gathered, keep_small, collectives: see EngineOptions.
+        keep_gathered, keep_small, collectives, optimizer_kernel: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -78,6 +79,7 @@ class Engine:
         keep_gathered: KeepGathered = "no",
         keep_small: int = 0,
         collectives: Transport = "auto",
+        optimizer_kernel: OptimizerKernel = "auto",
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -108,6 +110,7 @@ class Engine:
         )
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         self.local_parameters = LocalParameters(self.table)
+        self._optimizer_kernel: OptimizerKernel = optimizer_kernel
         self.stepping = False
         """`step` is under way."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -248,12 +251,22 @@ class Engine:
         factor = float(max_norm / (total + 1e-6))
         if not factor >= 1.0:
             with torch.no_grad():
-                for gradient in self._local_gradients(optimizer):
-                    gradient.mul_(factor)
+                self._clip(optimizer, factor)
             self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
         if isfinite(total):
             self.window.finite = self.local_parameters.numbers_of(optimizer), self.gradients.versions()
         return total
+
+    def _clip(self, optimizer: Optimizer, factor: float) -> None:
+        numbers = self.local_parameters.numbers_of(optimizer)
+        later = set()
+        if self.plan.shard_optimizer:
+            for buffer in self.buffers:
+                mine = [n for n in buffer.numbers if self.window.used[n]]
+                if numbers.issuperset(mine) and buffer.clip(factor):
+                    later.update(mine)
+        for gradient in self._local_gradients(optimizer, later):
+            gradient.mul_(factor)
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamps every element of the gradients to [-limit, limit]."""
@@ -264,12 +277,17 @@ class Engine:
                 gradient.clamp_(-limit, limit)
         self.window.norms.clear()
 
-    def _local_gradients(self, optimizer: Optimizer) -> Iterator[Tensor]:
+    def _local_gradients(self, optimizer: Optimizer, without: Collection[int] = ()) -> Iterator[Tensor]:
+        """Yields the optimizer's final gradients on this rank, and full ones that hooks hold.
+
+        Args:
+            without: numbers of parameters whose part is left out.
+        """
         numbers = self.local_parameters.numbers_of(optimizer)
         for number in sorted(numbers):
             if self.window.used[number]:
                 parameter = self.table.parameters[number]
-                gradient = self.local_parameters.gradient(number)
+                gradient = None if number in without else self.local_parameters.gradient(number)
                 if gradient is not None:
                     yield gradient
                 if self.plan.shard_optimizer:
@@ -285,6 +303,8 @@ class Engine:
         finite = known is not None and numbers <= known[0] and known[1] == self.gradients.versions()
         if not finite:
             held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
+            for buffer in held:
+                buffer.settle()
             flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
             ends = [torch.stack(real_view(f).aminmax()) for f in flats if f is not None and f.numel()]
             finite = all(bool(torch.isfinite(e).all()) for e in ends)
@@ -316,9 +336,9 @@ class Engine:
                 end(opened)
             return used
         with self.local_parameters.stepping(optimizer):
-            self.local_parameters.set_gradients(optimizer, used)
             self.stepping = True
             try:
+                self.give_gradients(optimizer, used)
                 optimizer.step()
             finally:
                 self.stepping = False
@@ -328,6 +348,19 @@ class Engine:
         if opened is not None:
             end(opened)
         return StepResult.STEPPED
+
+    def why_no_kernel(self, optimizer: Optimizer) -> str | None:
+        """Returns why the optimizer's own arithmetic runs; None: a compiled op takes its step."""
+        if self.local_parameters.needs_whole(optimizer):
+            return "it needs whole parameters"
+        return why_not(optimizer, self._optimizer_kernel, self.collectives.device)
+
+    def give_gradients(self, optimizer: Optimizer, used: list[int]) -> None:
+        """Gives an optimizer that is about to step its gradients, or lets an op take the step with them."""
+        if self.why_no_kernel(optimizer) is None:
+            self.local_parameters.kernel_step(optimizer, used)
+        else:
+            self.local_parameters.set_gradients(optimizer, used)
 
     def prepare_step(self, optimizer: Optimizer) -> list[int] | StepResult:
         """Returns the numbers of the optimizer's parameters that have a gradient, or why there is no step."""

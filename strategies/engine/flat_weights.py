@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import torch
 from shardlight.ops.bits import bits, same_bits
-from shardlight.ops.sums import CHUNK
+from shardlight.ops.sums import CHUNK, cast
 from shardlight.strategies.engine.backing import MOVED_FROM_BYTES, Backing, HeapBacking, back
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
@@ -89,6 +89,8 @@ class FlatWeights:
 
         self._transfer: Transfer | None = None
         """A gather, or a publication, that is under way."""
+        self.copied = False
+        """Whether this rank's part of `full` is a copy of `home` as it is, written with the step."""
 
     def _start_weights(self, owner: Owner) -> Tensor:
         """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
@@ -151,8 +153,9 @@ class FlatWeights:
             transfer.wait()
 
     def _start_spread(self, caller: str) -> Transfer | None:
-        if self.mastered:
-            self.full[self._span].copy_(self.home)
+        if self.mastered and not self.copied:
+            cast(self.home, self.full[self._span])
+        self.copied = False
         if not self.plan.shard_optimizer:
             return None
         mine = self.full[self._own] if self.mastered else self.shard
@@ -295,6 +298,12 @@ class FlatWeights:
         """Returns a parameter's part of a (numel,) tensor, in its shape."""
         s = self.layout.slots[slot]
         return flat[s.start : s.stop].view(s.shape)
+
+    def own_copy(self, slot: int) -> Tensor | None:
+        """Returns the part of `full` that is a copy of what this rank updates of a parameter."""
+        if not self.plan.shard_optimizer:
+            return self.slice(slot, self.full)
+        return self.piece_of_shard(slot, self.full[self._own])
 
     def piece_of_shard(self, slot: int, flat: Tensor) -> Tensor | None:
         """Returns this rank's (n,) part of a parameter in a (shard_numel,) tensor, None if it owns nothing of it."""

@@ -320,6 +320,7 @@ class Gradients:
         _, buffer, slot = self.table.place[parameter]
         if self.table.plan.shard_optimizer:
             assert buffer.grad is not None
+            buffer.settle()
             part = buffer.piece_of_shard(slot, buffer.grad)
             if part is not None:
                 piece = buffer.pieces[slot]

@@ -3,8 +3,8 @@
 [Note: hosts] Ranks of one host exchange through shared memory (`ops/host_collectives.py`), which moves data at the
 speed of memory. Where a group spans hosts with equally many ranks each, that follow each other, a collective has two
 levels: within each host through memory, and between ranks at the same place of each host over the network, so that
-what goes over the network is a host's share and not a rank's. Everything else is gloo's, and `why_not` says for what
-reason. All ranks of a group decide alike.
+what goes over the network is a host's share and not a rank's. Everything else is gloo's, and `why_not_shared` says for
+what reason. All ranks of a group decide alike.
 """
 
 import os
@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from shardlight.ops.host_collectives import HostGroup, create_segment, why_not
+from shardlight.ops.built import why_not_shared
+from shardlight.ops.host_collectives import HostGroup, create_segment
 
 Transport = Literal["auto", "gloo"]
 """What moves data between ranks on CPU: `auto` is shared memory within a host."""
@@ -54,7 +55,7 @@ def connect(group: dist.ProcessGroup, transport: Transport) -> HostRanks | str:
     if transport == "gloo":
         return "collectives: gloo is set"
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own = _host(), why_not(), os.getpid()
+    own = _host(), why_not_shared(), os.getpid()
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, own, group=group)
     without = [f"rank {r}: {reason}" for r, (_, reason, _) in enumerate(everyone) if reason]

@@ -34,8 +34,7 @@ def global_norm(
         mask = used[first : first + len(buffer.params)]
         first += len(buffer.params)
         if any(mask):
-            flat = _masked(buffer, mask)
-            local.append(square_sums(flat) if norm_type == 2.0 else abs_max(flat).view(1))
+            local.append(_squares(buffer, mask) if norm_type == 2.0 else abs_max(_masked(buffer, mask)).view(1))
             counts.append(-(-buffer.layout.used // CHUNK))
     if not local:
         return torch.zeros((), dtype=torch.float64, device=collectives.device)
@@ -48,9 +47,15 @@ def global_norm(
     return torch.cat([p.reshape(-1)[:n] for p, n in zip(parts, counts, strict=True)]).sum().sqrt()
 
 
+def _squares(buffer: FlatBuffer, mask: Sequence[bool]) -> Tensor:
+    known = buffer.squares() if all(mask) else None
+    return square_sums(_masked(buffer, mask))[0] if known is None else known
+
+
 def _masked(buffer: FlatBuffer, mask: Sequence[bool]) -> Tensor:
     """Returns the reduced gradients this rank accounts for, zero where they do not count."""
     replicated = not buffer.plan.shard_optimizer
+    buffer.settle()
     flat = buffer.full_grad if replicated else buffer.grad
     assert flat is not None
     for slot, counts in enumerate(mask):

@@ -9,10 +9,12 @@ needs them whole, those that this rank owns ([Note: whole parameters], owners.py
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from shardlight.strategies.engine.deferred.tensors import materialise_tensors
+from shardlight.strategies.engine.kernels import Factors, take_step
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.whole import WholeParameters
@@ -102,6 +104,10 @@ class LocalParameters:
             return self._table.parameters[number].grad
         return buffer.gradient_pieces().get(slot)
 
+    def needs_whole(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer gets any parameter whole."""
+        return self._whole.of(optimizer) is not None
+
     def set_gradients(self, optimizer: Optimizer, numbers: list[int]) -> None:
         """Gives the optimizer's parameters their final gradients. Collective where it needs them whole."""
         owned = self._whole.of(optimizer)
@@ -110,6 +116,29 @@ class LocalParameters:
                 self._whole.collect(owned, [n for n in numbers if n in owned.owners])
             numbers = [n for n in numbers if n not in owned.owners]
         self._set(numbers, self.gradient)
+
+    def kernel_step(self, optimizer: Optimizer, numbers: list[int]) -> None:
+        """Lets a compiled op step what has a gradient, while the optimizer holds this rank's parts."""
+        self._set(numbers, self._unsettled)
+        parameters, parts = self._table.parameters, self._made_parts()
+        buffers = dict.fromkeys(map(itemgetter(1), map(self._table.places.__getitem__, numbers)))
+        copying = [b for b in buffers if b.mastered and not self.plan.shard_parameters]
+        factors = {b.factors for b in buffers}
+        held: dict[int, tuple[Factors | None, Tensor | None]] = {}
+        if copying or len(factors) > 1:
+            for number in numbers:
+                _, buffer, slot = self._table.places[number]
+                part = parts.get(id(parameters[number]), parameters[number])
+                held[id(part)] = buffer.factors, buffer.own_copy(slot) if buffer in copying else None
+        take_step(optimizer, factors.pop() if len(factors) == 1 else None, held)
+        for buffer in copying:
+            buffer.copied = True
+
+    def _unsettled(self, number: int) -> Tensor | None:
+        if not self.plan.shard_optimizer:
+            return self.gradient(number)
+        _, buffer, slot = self._table.places[number]
+        return buffer.unsettled_pieces().get(slot)
 
     def clear_gradients(self, optimizer: Optimizer, numbers: list[int]) -> None:
         """After the step: takes them away, so that the next one skips parameters without a gradient; what was whole

@@ -32,7 +32,7 @@ class RawStep:
         self._context = engine.local_parameters.stepping(optimizer)
         self._context.__enter__()
         if isinstance(self._used, list):
-            engine.local_parameters.set_gradients(optimizer, self._used)
+            engine.give_gradients(optimizer, self._used)
         else:
             engine.local_parameters.hide_gradients(optimizer)
         return (optimizer,) if closure is None else (optimizer, lambda: result), {}

@@ -1,5 +1,5 @@
 // Collectives between the processes of one host, over memory that they share. A plain C interface for ctypes; see
-// host_collectives.py, which documents it. Knows no PyTorch.
+// ops/host_collectives.py, which documents it. Knows no PyTorch.
 //
 // The shared segment holds rings of records. Each is written by one rank: what goes to everyone by one ring, what goes
 // to a single rank by another.
@@ -32,16 +32,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#if defined(__x86_64__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-// Thread sanitizer's start comes after the choice among clones.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#undef FOR_EACH_PROCESSOR
-#define FOR_EACH_PROCESSOR
-#endif
+#include "sum_parts.h"
+
+using namespace shardlight;
 
 namespace {
 
@@ -100,141 +93,6 @@ struct Sizes {
     size_t rank_bytes() const { return sizeof(Desk) + ring_bytes(true) + (world - 1) * ring_bytes(false); }
     size_t bytes() const { return sizeof(Segment) + world * rank_bytes(); }
 };
-
-// --- numbers
-
-enum Dtype : int { F32, F64, BF16, F16, I8, U8, I16, I32, I64 };
-size_t width(int dtype) {
-    constexpr size_t widths[] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
-    return widths[dtype];
-}
-
-struct BFloat16 {
-    uint16_t bits;
-    float wide() const {
-        uint32_t word = uint32_t(bits) << 16;
-        float value;
-        std::memcpy(&value, &word, 4);
-        return value;
-    }
-    static BFloat16 narrow(float value) {
-        uint32_t word;
-        std::memcpy(&word, &value, 4);
-        uint16_t nearest = uint16_t((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
-        return {value != value ? uint16_t(0x7FC0) : nearest};
-    }
-};
-
-struct Float16 {
-    uint16_t bits;
-    float wide() const {
-        uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7FFF;
-        // Exponent and fraction in their places of a float; the bias is corrected by a multiplication, which also
-        // makes subnormal numbers normal.
-        uint32_t word = rest << 13;
-        float value, scale;
-        uint32_t power = 0x77800000;  // 2^112
-        std::memcpy(&value, &word, 4);
-        std::memcpy(&scale, &power, 4);
-        value *= scale;
-        std::memcpy(&word, &value, 4);
-        uint32_t special = 0x7F800000 | (rest << 13 & 0x7FFFFF);
-        word = sign | (rest >= 0x7C00 ? special : word);
-        std::memcpy(&value, &word, 4);
-        return value;
-    }
-    static Float16 narrow(float value) {
-        uint32_t word;
-        std::memcpy(&word, &value, 4);
-        uint16_t sign = uint16_t(word >> 16 & 0x8000);
-        uint32_t rest = word & 0x7FFFFFFF;
-        // Subnormal results: adding 0.5 lets the sum round at the right place.
-        float small;
-        std::memcpy(&small, &rest, 4);
-        small += 0.5f;
-        uint32_t below;
-        std::memcpy(&below, &small, 4);
-        below -= 0x3F000000;
-        uint32_t normal = (rest + 0xC8000FFF + (rest >> 13 & 1)) >> 13;
-        uint32_t found = rest < 0x38800000 ? below : normal;
-        found = rest >= 0x477FF000 ? 0x7C00 : found;
-        found = rest > 0x7F800000 ? 0x7E00 : found;
-        return {uint16_t(sign | found)};
-    }
-};
-
-template <class T> T wide(T value) { return value; }
-float wide(BFloat16 value) { return value.wide(); }
-float wide(Float16 value) { return value.wide(); }
-template <class O, class T> struct Narrow {
-    static O of(T value) { return O(value); }
-};
-template <class T> struct Narrow<BFloat16, T> {
-    static BFloat16 of(T value) { return BFloat16::narrow(float(value)); }
-};
-template <class T> struct Narrow<Float16, T> {
-    static Float16 of(T value) { return Float16::narrow(float(value)); }
-};
-
-// Sums of integers wrap around, as PyTorch's do.
-template <class T> T plus(T a, T b) { return a + b; }
-template <> int32_t plus(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
-template <> int64_t plus(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
-
-constexpr size_t kBlock = 2048;  // elements whose sum stays in the first cache
-
-template <class T, class A> inline __attribute__((always_inline)) void add_block(const T* part, A* sum, size_t n) {
-    for (size_t i = 0; i < n; ++i) sum[i] = plus<A>(sum[i], A(wide(part[i])));
-}
-
-// out = ((parts[0] + parts[1]) + parts[2]) + ..., added up as A; with `add` this sum is added to out.
-template <class T, class O, class A>
-inline __attribute__((always_inline)) void sum_parts(const void* const* parts, int count, void* out, size_t n, bool add) {
-    A sum[kBlock];
-    O* target = static_cast<O*>(out);
-    for (size_t first = 0; first < n; first += kBlock) {
-        size_t length = n - first < kBlock ? n - first : kBlock;
-        const T* part = static_cast<const T*>(parts[0]) + first;
-        for (size_t i = 0; i < length; ++i) sum[i] = A(wide(part[i]));
-        for (int p = 1; p < count; ++p) add_block<T, A>(static_cast<const T*>(parts[p]) + first, sum, length);
-        if (add)
-            for (size_t i = 0; i < length; ++i)
-                target[first + i] = Narrow<O, A>::of(plus<A>(A(wide(target[first + i])), sum[i]));
-        else
-            for (size_t i = 0; i < length; ++i) target[first + i] = Narrow<O, A>::of(sum[i]);
-    }
-}
-
-using Sum = void (*)(const void* const*, int, void*, size_t, bool);
-
-#define SUM(name, T, O, A)                                                                                   \
-    FOR_EACH_PROCESSOR void name(const void* const* parts, int count, void* out, size_t n, bool add) {        \
-        sum_parts<T, O, A>(parts, count, out, n, add);                                                       \
-    }
-SUM(sum_f32, float, float, float)
-SUM(sum_f64, double, double, double)
-SUM(sum_bf16, BFloat16, BFloat16, float)
-SUM(sum_f16, Float16, Float16, float)
-SUM(sum_i8, int8_t, int8_t, int8_t)
-SUM(sum_u8, uint8_t, uint8_t, uint8_t)
-SUM(sum_i16, int16_t, int16_t, int16_t)
-SUM(sum_i32, int32_t, int32_t, int32_t)
-SUM(sum_i64, int64_t, int64_t, int64_t)
-SUM(sum_bf16_f32, BFloat16, float, float)
-SUM(sum_f16_f32, Float16, float, float)
-SUM(sum_f32_f64, float, double, double)
-#undef SUM
-
-Sum sum_of(int from, int to) {
-    if (from == to) {
-        constexpr Sum same[] = {sum_f32, sum_f64, sum_bf16, sum_f16, sum_i8, sum_u8, sum_i16, sum_i32, sum_i64};
-        return same[from];
-    }
-    if (from == BF16 && to == F32) return sum_bf16_f32;
-    if (from == F16 && to == F32) return sum_f16_f32;
-    if (from == F32 && to == F64) return sum_f32_f64;
-    return nullptr;
-}
 
 // --- what a rank does
 
