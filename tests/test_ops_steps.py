@@ -56,7 +56,7 @@ class PlainLion(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             b1, b2 = group["betas"]
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 m = state.setdefault("momentum", torch.zeros_like(p))
                 update = torch.sign(b1 * m + (1 - b1) * p.grad)

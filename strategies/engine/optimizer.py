@@ -210,13 +210,14 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
         state = optimizer.state.pop(parameter, None) if mine is not parameter else None
         if state and mine is not None:
             span = local.span(parameter, optimizer)
-            optimizer.state[parameter] = {k: _cut(v, parameter, mine, span) for k, v in state.items()}
+            optimizer.state[parameter] = {k: _cut(k, v, parameter, mine, span) for k, v in state.items()}
     made = [(f"optimizer state '{k}'", v) for s in optimizer.state.values() for k, v in s.items()]
     materialise_tensors((k, v) for k, v in made if isinstance(v, Tensor))
 
 
-def _cut(value: Any, parameter: nn.Parameter, mine: nn.Parameter, span: tuple[int, int]) -> Any:
-    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+def _cut(key: str, value: Any, parameter: nn.Parameter, mine: nn.Parameter, span: tuple[int, int]) -> Any:
+    # A 0-dim parameter's moments look like the count of steps.
+    if isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() or key != "step"):
         start, stop = span
         return value.reshape(-1)[start:stop].view(mine.shape).to(mine.dtype, copy=True)
     return value
