@@ -42,15 +42,27 @@ def build_cuda(architectures: Sequence[str] = ARCHITECTURES, target: Path | None
         raise OpError(f"{target.parent} cannot be written: build as the user that installed shardlight.")
     fresh = target.with_suffix(f".{os.getpid()}.so")
     last = architectures[-1].removeprefix("sm_")
-    command = [str(compiler), "-shared", "-std=c++17", "-O3", "-fmad=false", "-cudart", "static", "-Xcompiler", "-fPIC"]
+    command = [str(compiler), "-shared", "-std=c++17", "-O3", "-fmad=false", "-cudart", "static"]
+    command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", str(os.cpu_count() or 1)]
     for architecture in architectures:
         number = architecture.removeprefix("sm_")
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     command += ["-gencode", f"arch=compute_{last},code=compute_{last}"]
     command += [*map(str, sorted(SOURCES.glob("*.cu"))), "-o", str(fresh)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise OpError(f"nvcc failed ({run.returncode}):\n{_what_it_said(run)}")
+        fresh.replace(target)
+    except OSError as error:
+        raise OpError(f"{error.filename or compiler}: {error.strerror}. Nothing was built.") from None
+    finally:
         fresh.unlink(missing_ok=True)
-        raise OpError(f"nvcc failed ({run.returncode}):\n{run.stderr.strip()[-2000:]}")
-    fresh.replace(target)
     return target
+
+
+def _what_it_said(run: "subprocess.CompletedProcess[str]") -> str:
+    said = (run.stderr.strip() or run.stdout.strip() or "It said nothing.")[-2000:]
+    if shutil.which(os.environ.get("NVCC_CCBIN") or "gcc") is None:
+        said += "\nIt compiles with the host's C++ compiler, and there is none: install g++, or set NVCC_CCBIN to one."
+    return said

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from shardlight.ops.built import Device, library
@@ -74,12 +75,30 @@ def loaded(device: Device = "cpu") -> ctypes.CDLL:
     for name, (result, arguments) in (_SUMS if device == "cpu" else _CUDA_SUMS).items():
         function = getattr(found, f"{prefix}_{name}")
         function.restype, function.argtypes = result, arguments
+    if device == "cuda":
+        for function in (found.cuda_error_name, found.cuda_error_text):
+            function.restype, function.argtypes = ctypes.c_char_p, (_INTEGER,)
     return found
 
 
 def pointers(tensors: Sequence[Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
     """Returns where tensors lie."""
     return (_POINTER * len(tensors))(*map(Tensor.data_ptr, tensors))
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which kernels are for a tensor's device: its streams are known to CUDA only there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def check(error: int, what: str, device: torch.device) -> None:
+    """Raises: RuntimeError: a compiled function returned an error: -1, or CUDA's, also of earlier work on the device."""
+    if error < 0:
+        raise RuntimeError(f"{what} has no compiled version for these dtypes and states.")
+    if error:
+        names = loaded("cuda")
+        name, text = names.cuda_error_name(error).decode(), names.cuda_error_text(error).decode()
+        raise RuntimeError(f"{what} failed on {device}: {name} ({text}), here or in what ran before it.")
 
 
 def stream_of(device: torch.device) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
-from shardlight.ops.native import FLOATING, NUMBER_OF, Step, loaded, pointers, stream_of
+from shardlight.ops.native import FLOATING, NUMBER_OF, Step, check, current, loaded, pointers, stream_of
 from shardlight.ops.registry import OPS
 from torch import Tensor
 
@@ -169,6 +169,6 @@ def _step_natively(
     uses = sum(1 << i for i, dtype in enumerate(states) if dtype is not None)
     on_cuda = device.type == "cuda"
     function = getattr(loaded("cuda" if on_cuda else "cpu"), f"{'cuda' if on_cuda else 'ops'}_{stem}")
-    failed = function(ctypes.byref(step), uses)
-    if failed:
-        raise RuntimeError(f"ops.{stem} has no version for states {uses} and dtypes {dtypes}: error {failed}")
+    with current(device):
+        error = function(ctypes.byref(step), uses)
+    check(error, f"ops.{stem} with states {uses} and dtypes {dtypes}", device)

@@ -4,9 +4,10 @@ The order of every sum is fixed, so that results do not depend on how a buffer i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from shardlight.ops.native import FLOATING, NUMBER_OF, loaded, pointers, stream_of
+from shardlight.ops.native import FLOATING, NUMBER_OF, check, current, loaded, pointers, stream_of
 from shardlight.ops.registry import OPS
 from torch import Tensor
 
@@ -16,9 +17,13 @@ _STEP = 1 << 18
 """Elements at a time."""
 _ROWS = 256
 """Chunks at a time."""
+_MOST_PARTS = 480
+"""As `kParts` in csrc/cuda/sums.cu."""
 
 
-def square_sums(flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: float = 1.0) -> tuple[Tensor, int]:
+def square_sums(
+    flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: float = 1.0, *, wait: bool = True
+) -> tuple[Tensor, int | Tensor]:
     """Sums the squares of each chunk of `flat` in fp64, and counts what is not finite, in one pass.
 
     The chunks are fixed by position, so the partial sums of a shard equal those of the same range of the full buffer
@@ -28,6 +33,7 @@ def square_sums(flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: floa
         flat: (n * chunk,), floating or complex (the squared modulus is summed).
         scale, clip: every value counts as multiplied by one and then by the other, as a step does it (16-bit numbers
             in fp32).
+        wait: False: the count may be a 0-dim tensor of a GPU, which computes it when it gets there.
     Returns: (n,) fp64, and how many of the values are inf or NaN (a complex one counts as two).
     """
     real = real_view(flat)
@@ -39,8 +45,8 @@ def square_sums(flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: floa
         if flat.device.type == "cpu":
             return sums, loaded().ops_square_sums(*given, torch.get_num_threads())
         bad = torch.zeros((), dtype=torch.int64, device=flat.device)
-        _check(loaded("cuda").cuda_square_sums(*given, bad.data_ptr(), stream_of(flat.device)))
-        return sums, int(bad)
+        _on_cuda("square_sums", flat.device, *given, bad.data_ptr())
+        return sums, int(bad) if wait else bad
     rows = real.view(-1, length)
     wide_dtype = real.dtype if real.dtype == torch.float64 else torch.float32
     # In steps that stay in a core's cache, and take no memory of the size of `flat`.
@@ -59,10 +65,13 @@ def square_sums(flat: Tensor, chunk: int = CHUNK, scale: float = 1.0, clip: floa
     return sums, int(scaled.numel() - torch.isfinite(scaled).sum())
 
 
-def scale_and_check(flat_N: Tensor, scale: float) -> bool:
+def scale_and_check(flat_N: Tensor, scale: float, *, wait: bool = True) -> bool | Tensor:
     """Multiplies (n,) `flat_N` by `scale` in place; returns whether it holds no inf and no NaN then.
 
     On CPU in steps that stay in a core's cache, so that memory is read once.
+
+    Args:
+        wait: False: the answer may be a 0-dim tensor of a GPU, which computes it when it gets there.
     """
     flat = real_view(flat_N)
     if _native(flat):
@@ -70,15 +79,25 @@ def scale_and_check(flat_N: Tensor, scale: float) -> bool:
         if flat.device.type == "cpu":
             return not loaded().ops_scale(*given, torch.get_num_threads())
         bad = torch.zeros((), dtype=torch.int64, device=flat.device)
-        _check(loaded("cuda").cuda_scale(*given, bad.data_ptr(), stream_of(flat.device)))
-        return not int(bad)
+        _on_cuda("scale", flat.device, *given, bad.data_ptr())
+        return not int(bad) if wait else bad == 0
     ends: list[Tensor] = []
     for part in flat.split(_STEP if flat.device.type == "cpu" else max(1, flat.numel())):
         if scale != 1.0:
             part.mul_(scale)
         if part.numel():
             ends += part.aminmax()
-    return not ends or bool(torch.isfinite(torch.stack(ends)).all())
+    if not ends:
+        return True
+    finite = torch.isfinite(torch.stack(ends)).all()
+    return bool(finite) if wait or flat.device.type == "cpu" else finite
+
+
+def all_true(answers: Sequence[bool | Tensor]) -> bool:
+    """Whether all are; 0-dim bool tensors, of one GPU, are read together."""
+    there = [answer for answer in answers if isinstance(answer, Tensor)]
+    here = all(answer for answer in answers if not isinstance(answer, Tensor))
+    return here and (not there or bool(torch.stack(there).all()))
 
 
 def cast(source_N: Tensor, out_N: Tensor) -> Tensor:
@@ -88,7 +107,7 @@ def cast(source_N: Tensor, out_N: Tensor) -> Tensor:
         if out_N.device.type == "cpu":
             loaded().ops_cast(*given, torch.get_num_threads())
         else:
-            _check(loaded("cuda").cuda_cast(*given, stream_of(out_N.device)))
+            _on_cuda("cast", out_N.device, *given)
         return out_N
     return out_N.copy_(source_N)
 
@@ -98,14 +117,15 @@ def _native(*flats: Tensor) -> bool:
     return fit and OPS["sums"].native(flats[0].device.type)
 
 
-def _check(error: int) -> None:
-    if error:
-        raise RuntimeError(f"ops.sums failed on CUDA: error {error}")
+def _on_cuda(name: str, device: torch.device, *given: Any) -> None:
+    with current(device):
+        error = getattr(loaded("cuda"), f"cuda_{name}")(*given, stream_of(device))
+    check(error, f"ops.sums: {name}", device)
 
 
 def abs_max(flat: Tensor) -> Tensor:
     """Returns the largest modulus of `flat` as a 0-dim fp64 tensor; 0 for an empty tensor, NaN if there is one."""
-    return flat.abs().max().to(torch.float64) if flat.numel() else torch.zeros((), dtype=torch.float64)
+    return flat.abs().max().to(torch.float64) if flat.numel() else flat.new_zeros((), dtype=torch.float64)
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False) -> Tensor:
@@ -118,7 +138,8 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False)
     Returns: `out_N`.
     """
     own = parts[0].dtype
-    if all(p.is_contiguous() for p in parts) and _sums_natively(own, out_N):
+    fits = len(parts) <= _MOST_PARTS or out_N.device.type == "cpu"
+    if fits and all(p.is_contiguous() for p in parts) and _sums_natively(own, out_N):
         given = (
             pointers(parts),
             len(parts),
@@ -131,7 +152,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_N: Tensor, add: bool = False)
         if out_N.device.type == "cpu":
             loaded().ops_sum(*given, torch.get_num_threads())
         else:
-            _check(loaded("cuda").cuda_sum(*given, stream_of(out_N.device)))
+            _on_cuda("sum", out_N.device, *given)
         return out_N
     if not add and own == out_N.dtype and own not in (torch.bfloat16, torch.float16) and len(parts) > 1:
         # `out_N` is written last, since it may be one of the parts.

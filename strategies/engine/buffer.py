@@ -205,19 +205,19 @@ class FlatBuffer(FlatWeights):
                 if index not in self.touched:
                     local[s.start : s.stop].zero_()
 
-    def finish(self, scale: float) -> bool:
+    def finish(self, scale: float) -> bool | Tensor:
         """Ends the window: sums become means; replicated gradients come to every rank. Collective.
 
-        Returns: whether this rank's part is known to be finite.
+        Returns: whether this rank's part is known to be finite; on a GPU a 0-dim tensor, which nobody has waited for.
         """
         assert self.grad is not None
         self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
         if self.plan.shard_optimizer and self._kept is None and OPS["sums"].native(self.device.type):
             self.factors = (scale, 1.0)
-            squares, not_finite = square_sums(self.grad, scale=scale)
+            squares, not_finite = square_sums(self.grad, scale=scale, wait=False)
             self._squares = squares, self.grad._version
-            return not not_finite
-        finite = scale_and_check(self.grad, scale)
+            return not_finite == 0
+        finite = scale_and_check(self.grad, scale, wait=False)
         if self._kept is not None:
             self.grad += self._kept
             self._kept, finite = None, False
@@ -229,7 +229,7 @@ class FlatBuffer(FlatWeights):
         """Applies `factors` to `grad`, which then is what it is to be for everyone."""
         for factor in self.factors or ():
             if factor != 1.0 and self.grad is not None:
-                scale_and_check(self.grad, factor)
+                scale_and_check(self.grad, factor, wait=False)
         self.factors = None
 
     def clip(self, factor: float) -> bool:

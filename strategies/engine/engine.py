@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from shardlight.ops.sums import real_view
+from shardlight.ops.sums import all_true, real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
@@ -248,12 +248,13 @@ class Engine:
         """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
         self.close_window()
         total = self.norm(optimizer, norm_type)
-        factor = float(max_norm / (total + 1e-6))
+        found = float(total)
+        factor = max_norm / (found + 1e-6)
         if not factor >= 1.0:
             with torch.no_grad():
                 self._clip(optimizer, factor)
             self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
-        if isfinite(total):
+        if isfinite(found):
             self.window.finite = self.local_parameters.numbers_of(optimizer), self.gradients.versions()
         return total
 
@@ -307,7 +308,7 @@ class Engine:
                 buffer.settle()
             flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
             ends = [torch.stack(real_view(f).aminmax()) for f in flats if f is not None and f.numel()]
-            finite = all(bool(torch.isfinite(e).all()) for e in ends)
+            finite = all_true([torch.isfinite(e).all() for e in ends])
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
         if self.collectives.gather_small(row, "finite gradients").all():

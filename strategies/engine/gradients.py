@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from shardlight.ops.sums import all_true
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.needs import Need
@@ -236,7 +237,7 @@ class Gradients:
             finite = [buffer.finish(scale) for buffer in written]
             self.window.check_complete(self.table.names)
             self.show()
-            if all(finite):
+            if all_true(finite):
                 self.window.finite = frozenset(range(n_params)), self.versions()
             if buffers_changed:
                 self._replicas.synchronise()

@@ -29,6 +29,9 @@ Takes = Callable[[Batch, dict[str, Any]], None]
 def _count(steps: Sequence[Tensor]) -> list[float]:
     if steps:
         torch._foreach_add_(list(steps), 1.0)
+        if steps[0].device.type != "cpu" and len({step.dtype for step in steps}) == 1:
+            # Of a fused optimizer: read together.
+            return torch.stack(list(steps)).tolist()
     return list(map(float, steps))
 
 
