@@ -31,6 +31,8 @@ def build_cuda(architectures: Sequence[str] = ARCHITECTURES, target: Path | None
     Returns: where the library is.
     Raises: OpError: an architecture that is none, no nvcc, a folder that cannot be written, or a failed compilation.
     """
+    if not architectures:
+        raise OpError("--arch names no architecture: they look like sm_80 or sm_90.")
     for architecture in architectures:
         if not re.fullmatch(r"sm_\d{2,3}[a-z]?", architecture):
             raise OpError(f"--arch {architecture} is no architecture: they look like sm_80 or sm_90.")

@@ -92,7 +92,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def check(error: int, what: str, device: torch.device) -> None:
-    """Raises: RuntimeError: a compiled function returned an error: -1, or CUDA's, also of earlier work on the device."""
+    """Raises: RuntimeError: a compiled function returned -1, or an error of CUDA, maybe of earlier work."""
     if error < 0:
         raise RuntimeError(f"{what} has no compiled version for these dtypes and states.")
     if error:
