@@ -9,7 +9,7 @@ namespace shardlight {
 
 template <class T, int kUses> struct Adam {
     static constexpr bool kTrainsIn16 = true;
-    T keep, decay, weight, left, beta2, fresh, eps, root, size, near;
+    T keep, decay, weight, left, beta2, fresh, eps, unroot, size, near;
 
     // options: lr, beta1, beta2, eps, weight decay, whether it is decoupled.
     static Adam of(const double* options, double number) {
@@ -24,7 +24,7 @@ template <class T, int kUses> struct Adam {
         rule.beta2 = T(beta2);
         rule.fresh = T(1 - beta2);
         rule.eps = T(options[3]);
-        rule.root = T(std::sqrt(1 - std::pow(beta2, number)));
+        rule.unroot = T(1 / std::sqrt(1 - std::pow(beta2, number)));
         rule.size = T(lr / (1 - std::pow(beta1, number)));
         return rule;
     }
@@ -40,7 +40,8 @@ template <class T, int kUses> struct Adam {
             most = v > most || v != v ? v : most;
             second = most;
         }
-        p = p - size * (m / (std::sqrt(second) / root + eps));
+        // A product, where torch divides: a second division would take longer than memory does.
+        p = p - size * (m / (std::sqrt(second) * unroot + eps));
     }
 };
 

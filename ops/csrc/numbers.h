@@ -13,16 +13,16 @@
 #endif
 
 // One binary serves every processor: the loader takes what this one can do. Without contraction into fused
-// multiply-adds (see the flags of the build) all of them give the same bits.
-#if defined(__x86_64__) && !defined(__CUDACC__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+// multiply-adds (see the flags of the build) all of them give the same bits. With avx512f alone 16-bit numbers would keep
+// their loops from the widest registers. Sanitizers start after the choice among clones.
+#if !defined(FOR_EACH_PROCESSOR)
+#if !defined(__x86_64__) || defined(__CUDACC__) || defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define FOR_EACH_PROCESSOR
+#elif !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
-#define FOR_EACH_PROCESSOR
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-// Thread sanitizer's start comes after the choice among clones.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#undef FOR_EACH_PROCESSOR
-#define FOR_EACH_PROCESSOR
 #endif
 
 namespace shardlight {
