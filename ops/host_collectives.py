@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from shardlight.ops.built import library as library_path
 from shardlight.ops.built import why_not_shared
+from shardlight.ops.host_memory import Arena
 from shardlight.ops.native import NUMBER_OF
 from shardlight.ops.sums import sum_in_rank_order
 from torch import Tensor
 
 RING_BYTES = 8 << 20
 """What each rank can send to all before they have received it, and as much again to single ones."""
+READ_FROM_BYTES = 1 << 20
+"""From which size on others read what a rank sends where it lies. It waits until they have, which takes longer than to
+copy a little."""
 _SPINS = 100
 """How often a rank looks before it sleeps, where each has a core of its own; about 50 microseconds."""
 _LOOK_S = 0.1
@@ -42,6 +46,8 @@ def library() -> "ctypes.CDLL | None":
         ("host_prepare", integer, (integer, integer, size)),
         ("host_attach", pointer, (integer, integer, integer, size, integer)),
         ("host_detach", None, (pointer,)),
+        ("host_arena", integer, (pointer, integer, integer, pointer, size, size)),
+        ("host_no_arenas", None, (pointer,)),
         ("host_all_gather", number, (pointer, code, pointer, size, pointer)),
         ("host_broadcast", number, (pointer, code, pointer, size, integer)),
         ("host_all_to_all", number, (pointer, code, many(pointer), many(size), many(pointer), many(size))),
@@ -114,6 +120,29 @@ class HostGroup:
         self._made_in = os.getpid()
         self._held: dict[int, tuple[Tensor, ...]] = {}
         """By number: tensors of collectives under way, whose memory must stay."""
+
+    def share_arenas(
+        self, files: Sequence[int], sizes: Sequence[int], own: Arena, read_from_bytes: int | None = None
+    ) -> None:
+        """Lets ranks read what lies in another's arena where it lies; see [Note: arena], host_memory.py.
+
+        Before the first collective; on every rank of the group, or `keep_private` on every rank.
+
+        Args:
+            files, sizes: of the ranks' arenas; this rank's own is `own`.
+            read_from_bytes: what has fewer is copied all the same; READ_FROM_BYTES if unset.
+        Raises: OSError: one cannot be mapped.
+        """
+        least = READ_FROM_BYTES if read_from_bytes is None else read_from_bytes
+        for rank, (file, nbytes) in enumerate(zip(files, sizes, strict=True)):
+            address = own.address if rank == self.rank else None
+            failed = self._library.host_arena(self._open(), rank, file, address, nbytes, least)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+
+    def keep_private(self) -> None:
+        """Undoes `share_arenas`: everything goes through rings."""
+        self._library.host_no_arenas(self._open())
 
     def start_all_gather(self, full: Tensor, shard: Tensor) -> int:
         """Starts to fill (world_size * n,) `full` with the (n,) shards of all ranks, in rank order."""

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from harness import RanksFailedError, run_ranks
 from loops import check_equal, plain, sharded
 from models import TinyGPT, token_batch, token_loss
+from shardlight.ops import host_collectives
 from shardlight.ops.built import why_not_shared
 from shardlight.ops.host_collectives import HostError, HostGroup
+from shardlight.ops.host_memory import arena
 from shardlight.ops.sums import sum_in_rank_order
 from shardlight.strategies.engine import host_ranks
 from shardlight.strategies.engine.host_ranks import connect
@@ -92,8 +94,14 @@ def test_sums_equal_pytorchs_in_rank_order_to_the_bit(world_size):
 
 def many(rank, world_size, count):
     """Random collectives, some of them under way at a time, with ranks that are late now and then."""
-    group, same_everywhere, own = joined(), random.Random(world_size), random.Random(rank)
-    under_way = []
+    same_everywhere, own = random.Random(world_size), random.Random(rank)
+    host_collectives.READ_FROM_BYTES = 10_000
+    group, memory, under_way = joined(), arena(), []
+
+    def placed(tensor):
+        """On memory of its own or where the others can read it; not alike on all ranks."""
+        taken = memory.take(tensor.numel(), tensor.dtype) if own.random() < 0.5 else None
+        return tensor if taken is None else taken.copy_(tensor)
 
     def finish(left):
         while len(under_way) > left:
@@ -111,24 +119,26 @@ def many(rank, world_size, count):
                 torch.cat([values(case + r, n, dtype) for r in ranks]),
                 torch.empty(n * world_size, dtype=dtype),
             )
-            number = group.start_all_gather(full, values(case + rank, n, dtype))
+            number = group.start_all_gather(full, placed(values(case + rank, n, dtype)))
             return number, lambda: check_same(full, want)
         if kind == "sum":
-            parts, out = [values(case + r, n * world_size, dtype) for r in ranks], torch.empty(n, dtype=dtype)
+            parts = [placed(values(case + r, n * world_size, dtype)) for r in ranks]
+            out = torch.empty(n, dtype=dtype)
             want = sum_in_rank_order([p.view(world_size, n)[rank].clone() for p in parts], torch.empty(n, dtype=dtype))
             return group.start_reduce_scatter(parts[rank], out), lambda: check_same(out, want)
         if kind == "all to all":
             sizes = [[same_everywhere.randint(0, n) for _ in ranks] for _ in ranks]
             want = [values(case + r * 9 + rank, sizes[r][rank], dtype) for r in ranks]
             into = [torch.empty_like(w) for w in want]
-            number = group.start_all_to_all(into, [values(case + rank * 9 + r, sizes[rank][r], dtype) for r in ranks])
+            parts = [placed(values(case + rank * 9 + r, sizes[rank][r], dtype)) for r in ranks]
+            number = group.start_all_to_all(into, parts)
             return number, lambda: [check_same(i, w) for i, w in zip(into, want, strict=True)]
         if kind == "broadcast":
             source = same_everywhere.randrange(world_size)
-            tensor, want = values(case + rank, n + 1, dtype), values(case + source, n + 1, dtype)
+            tensor, want = placed(values(case + rank, n + 1, dtype)), values(case + source, n + 1, dtype)
             return group.start_broadcast(tensor, source), lambda: check_same(tensor, want)
         if kind == "all reduce":
-            parts = [values(case + r, n + 1, dtype) for r in ranks]
+            parts = [placed(values(case + r, n + 1, dtype)) for r in ranks]
             want = sum_in_rank_order([p.clone() for p in parts], torch.empty(n + 1, dtype=dtype))
             group.all_reduce(parts[rank])
             check_same(parts[rank], want)
@@ -158,6 +168,47 @@ def test_random_collectives_with_late_ranks(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_random_collectives(world_size):
     run_ranks(many, world_size, timeout_s=900, count=10_000)
+
+
+def kept_until_read(rank, world_size):
+    """A sender that is done may change what it sent; until then it is what others read."""
+    group, memory, n = joined(), arena(), 2 << 20
+    own = memory.take(n, torch.float32)
+    full = torch.empty(n * world_size)
+    for turn in range(5):
+        own.fill_(10 * turn + rank)
+        number = group.start_all_gather(full, own)
+        if rank == turn % world_size:
+            time.sleep(0.05)
+        group.wait(number)
+        own.fill_(-1)
+        assert full.view(world_size, n).mean(1).tolist() == [10.0 * turn + r for r in range(world_size)]
+        assert full.view(world_size, n).std(1).max() == 0
+    # A part of an arena, in place, and what lies only partly in it.
+    parts = memory.take(n * world_size, torch.float32).fill_(rank + 1)
+    row = parts.view(world_size, n)[rank]
+    group.reduce_scatter(parts, row)
+    assert float(row.mean()) == world_size * (world_size + 1) / 2
+    others = [r for r in range(world_size) if r != rank]
+    assert all(float(parts.view(world_size, n)[r].mean()) == rank + 1 for r in others)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_lies_in_an_arena_is_read_there_and_kept_until_all_have(world_size):
+    run_ranks(kept_until_read, world_size)
+
+
+def without_arenas(rank, world_size):
+    real, process = host_ranks.arena, os.getpid()
+    host_ranks.arena = lambda: None if rank == 1 and os.getpid() == process else real()
+    group = joined()
+    full = torch.empty(3_000_000 * world_size)
+    group.wait(group.start_all_gather(full, real().take(3_000_000, torch.float32).fill_(rank)))
+    assert full.view(world_size, -1).mean(1).tolist() == list(range(world_size))
+
+
+def test_where_a_rank_has_no_arena_all_go_through_rings():
+    run_ranks(without_arenas, 3)
 
 
 def busy_elsewhere(rank, world_size):

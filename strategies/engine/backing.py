@@ -41,10 +41,14 @@ class Backing(Protocol):
 
 
 class HeapBacking:
-    """Memory of PyTorch's allocator; on every device."""
+    """Memory of PyTorch's allocator, on every device; or any other, for a buffer that is never emptied.
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor: Tensor = torch.zeros(numel, dtype=dtype, device=device)
+    Args:
+        flat: (numel,), with a storage of its own.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.tensor: Tensor = flat
         self.filled = True
         self._nbytes = self.tensor.nbytes
 
@@ -202,7 +206,7 @@ def open_chunks(device: torch.device) -> Chunks | None:
 def back(numel: int, dtype: torch.dtype, device: torch.device, chunks: Chunks | None) -> Backing:
     """Returns a filled backing of zeros."""
     if chunks is None or numel * dtype.itemsize < MOVED_FROM_BYTES:
-        return HeapBacking(numel, dtype, device)
+        return HeapBacking(torch.zeros(numel, dtype=dtype, device=device))
     backing = MovedBacking(numel, dtype, chunks)
     backing.fill()
     backing.tensor.zero_()

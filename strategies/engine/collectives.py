@@ -125,7 +125,7 @@ class Collectives:
         self._local = self._host.local if self._host is not None and self._host.hosts == 1 else None
         """Where all ranks are on one host: what joins them."""
         self._peers: list[int] = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
-        self.pages: Pages = Pages(self.device) if together is None else together.pages
+        self.pages: Pages = Pages(self.device, self._host is not None) if together is None else together.pages
 
     @property
     def bytes_sent(self) -> int:

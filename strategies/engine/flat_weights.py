@@ -110,13 +110,19 @@ class FlatWeights:
         if self.mastered:
             self.full.copy_(start)
             return start[self._span].clone() if self.plan.shard_optimizer else start
-        return start[self._own].clone() if self.plan.shard_parameters else start[self._span]
+        if not self.plan.shard_parameters:
+            return start[self._span]
+        # Gathered from where it is.
+        return self.collectives.pages.fresh(self.layout.shard_numel, self.home_dtype).copy_(start[self._own])
 
     def _back(self) -> Backing:
         numel = self.layout.numel
         if self.plan.shard_parameters and numel * self.dtype.itemsize >= MOVED_FROM_BYTES:
             return back(numel, self.dtype, self.device, self.collectives.pages.chunks())
-        return HeapBacking(numel, self.dtype, self.device)
+        if self.plan.shard_optimizer and not self.plan.shard_parameters:
+            # Published from where it is.
+            return HeapBacking(self.collectives.pages.fresh(numel, self.dtype).zero_())
+        return HeapBacking(torch.zeros(numel, dtype=self.dtype, device=self.device))
 
     # --- parameters
 

@@ -5,6 +5,9 @@ speed of memory. Where a group spans hosts with equally many ranks each, that fo
 levels: within each host through memory, and between ranks at the same place of each host over the network, so that
 what goes over the network is a host's share and not a rank's. Everything else is gloo's, and `why_not_shared` says for
 what reason. All ranks of a group decide alike.
+
+What lies in a rank's arena (`ops/host_memory.py`) the others of its host read where it lies: weights that are published
+and gradients that are reduced are not copied into rings.
 """
 
 import os
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from shardlight.ops.built import why_not_shared
 from shardlight.ops.host_collectives import HostGroup, create_segment
+from shardlight.ops.host_memory import Arena, arena
 
 Transport = Literal["auto", "gloo"]
 """What moves data between ranks on CPU: `auto` is shared memory within a host."""
@@ -55,13 +59,14 @@ def connect(group: dist.ProcessGroup, transport: Transport) -> HostRanks | str:
     if transport == "gloo":
         return "collectives: gloo is set"
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own = _host(), why_not_shared(), os.getpid()
+    mine = arena()
+    own = _host(), why_not_shared(), os.getpid(), None if mine is None else (mine.file, mine.nbytes)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, own, group=group)
-    without = [f"rank {r}: {reason}" for r, (_, reason, _) in enumerate(everyone) if reason]
+    without = [f"rank {r}: {reason}" for r, (_, reason, *_) in enumerate(everyone) if reason]
     if without:
         return f"the compiled library is not used ({without[0]})"
-    names = [host for host, _, _ in everyone]
+    names = [host for host, *_ in everyone]
     first_of = [names.index(name) for name in names]
     hosts = sorted(set(first_of))
     size = world_size // len(hosts)
@@ -70,11 +75,15 @@ def connect(group: dist.ProcessGroup, transport: Transport) -> HostRanks | str:
     if first_of != [r // size * size for r in range(world_size)]:
         return "hosts have unequal numbers of ranks, or their ranks do not follow each other"
     mates = range(first_of[rank], first_of[rank] + size)
+    arenas = {r: everyone[r][2:] for r in mates}
     made = _share(group, list(mates), [everyone[r][2] for r in mates])
-    dist.all_gather_object(everyone, isinstance(made, HostGroup) or made, group=group)
-    failures = [f"rank {r}: {fault}" for r, fault in enumerate(everyone) if fault is not True]
+    in_place = isinstance(made, HostGroup) and _share_arenas(made, list(arenas.values()), mine)
+    dist.all_gather_object(everyone, (isinstance(made, HostGroup) or made, in_place), group=group)
+    failures = [f"rank {r}: {fault}" for r, (fault, _) in enumerate(everyone) if fault is not True]
     if failures or isinstance(made, str):
         return f"memory could not be shared ({failures[0]})"
+    if not all(shared for _, shared in everyone):
+        made.keep_private()
     return HostRanks(made, len(hosts), hosts.index(first_of[rank]))
 
 
@@ -107,6 +116,24 @@ def _share(group: dist.ProcessGroup, mates: Sequence[int], processes: Sequence[i
     if isinstance(made, int):
         os.close(made)
     return attached
+
+
+def _share_arenas(local: HostGroup, arenas: Sequence[tuple[int, tuple[int, int] | None]], own: Arena | None) -> bool:
+    """Returns whether this rank can read every other's arena now. Args: arenas: (process, (file, bytes)) by rank."""
+    if own is None or any(there is None for _, there in arenas):
+        return False
+    files: list[int] = []
+    try:
+        for process, there in arenas:
+            assert there is not None
+            files.append(os.open(f"/proc/{process}/fd/{there[0]}", os.O_RDONLY | os.O_CLOEXEC))
+        local.share_arenas(files, [there[1] for _, there in arenas if there is not None], own)
+    except OSError:
+        return False
+    finally:
+        for file in files:
+            os.close(file)
+    return True
 
 
 def _host() -> str:

@@ -1,6 +1,7 @@
 """Memory that is used again: the system clears the pages of a fresh buffer, and that costs as much as filling it."""
 
 import torch
+from shardlight.ops.host_memory import arena
 from shardlight.strategies.engine.backing import Chunks, open_chunks
 from torch import Tensor
 
@@ -9,10 +10,15 @@ KEPT_BYTES = 64 << 20
 
 
 class Pages:
-    """Blocks of memory that come and go with units. On CUDA the allocator does this, and nothing is kept here."""
+    """Blocks of memory that come and go with units. On CUDA the allocator does this, and nothing is kept here.
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    Args:
+        shared: other ranks of this host read what they get from it where it lies.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", shared: bool = False) -> None:
         self.device = torch.device(device)
+        self._shared = shared
         self._free: list[Tensor] = []
         self._chunks: Chunks | None = None
         self._asked = False
@@ -28,10 +34,16 @@ class Pages:
         nbytes = numel * dtype.itemsize
         fit = [b for b in self._free if nbytes <= b.numel() <= 2 * nbytes]
         if not fit:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device).view(dtype)
+            return self.fresh(numel, dtype)
         found = min(fit, key=Tensor.numel)
         self._free = [b for b in self._free if b is not found]
         return found[:nbytes].view(dtype)
+
+    def fresh(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns (numel,) of anything, on memory that stays its own."""
+        own = arena() if self._shared else None
+        found = None if own is None else own.take(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device) if found is None else found
 
     def give(self, tensor: Tensor) -> None:
         """Takes back what `take` returned; the caller has no further use for it."""

@@ -15,6 +15,7 @@ from shardlight.framework.bench.contenders.loop import start_group
 from shardlight.framework.bench.turns import Turns
 from shardlight.strategies.engine.collectives import Collectives, all_gather_flat, newest
 from shardlight.strategies.engine.host_ranks import connect
+from shardlight.strategies.engine.pages import Pages
 from torch import Tensor
 
 # torch 2.13 renamed reduce_scatter_tensor; 2.11 has only the old name.
@@ -25,16 +26,19 @@ class Buffers:
     """What a collective reads and writes. Whole numbers, so that their sums are exact in whatever order.
 
     Rank r gives r + 1 times the same values: `full_N` and `shard_S` are its input, its output, or both.
+
+    Args:
+        pages: where the engine has such buffers.
     """
 
-    def __init__(self, numel: int, rank: int, world_size: int) -> None:
+    def __init__(self, numel: int, rank: int, world_size: int, pages: Pages) -> None:
         self.rank = rank
         self.world_size = world_size
         # No period that divides the places where buffers are cut.
         self.values_N: Tensor = torch.arange(numel, dtype=torch.int32).remainder_(997).add_(1).to(torch.float32)
         self.given_N: Tensor = self.values_N * (rank + 1)
-        self.full_N: Tensor = self.given_N.clone()
-        self.shard_S: Tensor = self._own(self.given_N).clone()
+        self.full_N: Tensor = pages.fresh(numel, torch.float32).copy_(self.given_N)
+        self.shard_S: Tensor = pages.fresh(numel // world_size, torch.float32).copy_(self._own(self.given_N))
 
     def prepare(self, operation: str) -> None:
         """Sets the input anew, and the output to what no collective gives."""
@@ -133,7 +137,7 @@ def run(job: dict[str, Any], turns: Turns) -> None:
             turns.reply({"why_not": ours.why_not_shared})
             continue
         before_s = meters.cpu_s()
-        buffers = Buffers(request["bytes"] // 4, rank, world_size)
+        buffers = Buffers(request["bytes"] // 4, rank, world_size, ours.pages)
         seconds = measure(ways, request["operation"], buffers, request["calls"], request["rounds"], align)
         turns.reply({"seconds": seconds, "cpu_s": meters.cpu_s() - before_s})
     dist.destroy_process_group()

@@ -11,7 +11,11 @@
 // there is room; receiving copies or adds it from there, which needs no help of the sender. A rank whose program
 // computes, or waits for something else, holds nobody up: a rank that has to wait calls for help, and a thread of the
 // other goes on with what its program started.
+//
+// Each rank may also have an arena, memory of its own that the others can read. What is sent from there is not copied
+// into a ring: a record says where it lies, and the sender is done when everyone has read it.
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -38,9 +42,10 @@ using namespace shardlight;
 
 namespace {
 
-constexpr uint32_t kMagic = 0x51A4D119;
+constexpr uint32_t kMagic = 0x51A4D120;
 constexpr uint64_t kNothing = UINT64_MAX;  // not even a message that nothing comes
 constexpr size_t kPiece = 1 << 17;
+constexpr size_t kReadPiece = 1 << 20;  // of what is read where it lies
 constexpr size_t kLine = 64;
 constexpr int kMaxRanks = 256;
 
@@ -72,12 +77,16 @@ struct alignas(kLine) Segment {
     uint64_t ring_bytes;
 };
 
+enum Form : uint32_t { kFollows, kFiller, kInArena };
+
 struct alignas(kLine) Record {
     uint64_t number;  // of the collective
-    uint32_t filler;  // whether it only fills the ring up to its end
+    Form form;        // the piece follows or is in the sender's arena, or there is none up to the ring's end
     uint32_t kind;    // of the collective and its numbers, to be compared
     uint64_t total;   // bytes of this collective for the reader
     uint64_t bytes;   // that follow
+    uint64_t length;  // of the piece
+    uint64_t place;   // in the arena
 };
 
 size_t rounded(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
@@ -110,9 +119,11 @@ struct Collective {
     char* result = nullptr;
     uint64_t summed = 0;
     bool add = false;
-    bool all_sent = false, all_received = false;
+    std::vector<uint64_t> taken;                  // of the piece at hand from each rank, where sums are cut differently
+    std::vector<uint64_t> end;                    // of each ring after the last record of something in the arena
+    bool all_sent = false, all_received = false, all_read = true;
     std::vector<bool> announced, heard;           // a first record goes to, and comes from, everyone concerned
-    bool done() const { return all_sent && all_received; }
+    bool done() const { return all_sent && all_received && all_read; }
 };
 
 struct Group {
@@ -125,9 +136,14 @@ struct Group {
     uint64_t error = 0;           // 1 + the rank that does something else
     std::thread helper;
     bool stopping = false;
+    std::vector<const char*> arena;   // of each rank, as it is seen here; null: none
+    std::vector<uint64_t> arena_bytes;
+    std::vector<bool> mapped_here;
+    uint64_t read_from = UINT64_MAX;  // bytes; less is copied, since a sender need not wait for readers then
 
     Group(char* at, Sizes found, int own, int spinning)
-        : base(at), sizes(found), rank(own), world(int(found.world)), spins(spinning) {}
+        : base(at), sizes(found), rank(own), world(int(found.world)), spins(spinning),
+          arena(found.world, nullptr), arena_bytes(found.world, 0), mapped_here(found.world, false) {}
 
     Desk* desk(int of) const { return reinterpret_cast<Desk*>(base + sizeof(Segment) + of * sizes.rank_bytes()); }
 
@@ -176,7 +192,7 @@ struct Group {
         if (written + filler + needed - oldest > size) return nullptr;
         if (filler) {
             Record* record = reinterpret_cast<Record*>(data(mine) + place);
-            record->filler = 1;
+            record->form = kFiller;
             record->bytes = filler - sizeof(Record);
             written += filler;
             place = 0;
@@ -188,18 +204,38 @@ struct Group {
     // Sends the next piece to a rank, or to all, of what `target` gets.
     bool send_piece(Collective& c, int target, int to) {
         Ring* mine = ring(rank, to);
-        uint64_t left = c.out_bytes[target] - c.sent[target], length = left < sizes.piece ? left : sizes.piece, after;
-        char* place = room(mine, to, length, &after);
+        const char* from = c.out[target] + c.sent[target];
+        const bool shared = in_arena(c.out[target], c.out_bytes[target]);
+        const uint64_t most = shared ? kReadPiece : sizes.piece;
+        uint64_t left = c.out_bytes[target] - c.sent[target], length = left < most ? left : most, after;
+        char* place = room(mine, to, shared ? 0 : length, &after);
         if (!place) return false;
         Record* record = reinterpret_cast<Record*>(place);
-        *record = Record{c.number, 0, c.kind, c.out_bytes[target], length};
-        if (length) std::memcpy(record + 1, c.out[target] + c.sent[target], length);
+        *record = Record{c.number, kFollows, c.kind, c.out_bytes[target], length, length, 0};
+        if (shared) {
+            record->form = kInArena, record->bytes = 0, record->place = uint64_t(from - arena[rank]);
+            c.all_read = false, c.end[to] = after;
+        } else if (length) {
+            std::memcpy(record + 1, from, length);
+        }
         c.sent[target] += length;
         c.announced[target] = true;
         mine->written.value.store(after, std::memory_order_release);
         for (int r = 0; r < world; ++r)
             if (r != rank && (to == rank || to == r)) ring_bell(r);
         return true;
+    }
+
+    // Whether others are to read something where it lies.
+    bool in_arena(const char* at, uint64_t bytes) const {
+        const char* own = arena[rank];
+        return own && bytes >= read_from && at >= own && at + bytes <= own + arena_bytes[rank];
+    }
+
+    // Whether a rank has read everything of a collective that is in this one's arena.
+    bool has_read(const Collective& c, int r) const {
+        int to = c.to_all ? rank : r;
+        return r == rank || ring(rank, to)->read_by(r)->value.load() >= c.end[to];
     }
 
     bool sends(const Collective& c, int target) const {
@@ -240,7 +276,7 @@ struct Group {
             uint64_t position = theirs->read_by(rank)->value.load(std::memory_order_relaxed);
             if (position >= theirs->written.value.load(std::memory_order_acquire)) return nullptr;
             Record* record = reinterpret_cast<Record*>(data(theirs) + position % sizes.ring(c.to_all));
-            if (!record->filler) return record;
+            if (record->form != kFiller) return record;
             consume(c, from, record);
         }
     }
@@ -251,6 +287,15 @@ struct Group {
         // Ordered before the look at `asleep`.
         at->value.store(position, std::memory_order_seq_cst);
         if (desk(from)->asleep.load()) ring_bell(from);
+    }
+
+    // Returns where the piece of a record is; null: in an arena that it does not fit into.
+    const char* piece(int from, const Record* record) {
+        if (record->form == kFollows) return reinterpret_cast<const char*>(record + 1);
+        if (arena[from] && record->place <= arena_bytes[from] && record->length <= arena_bytes[from] - record->place)
+            return arena[from] + record->place;
+        error = 1 + from;
+        return nullptr;
     }
 
     bool expects(const Collective& c, int from) const {
@@ -276,8 +321,13 @@ struct Group {
                     break;
                 }
                 if (!fits(c, from, record)) return any;
-                if (record->bytes) std::memcpy(c.in[from] + c.received[from], record + 1, record->bytes);
-                c.received[from] += record->bytes;
+                const char* given = piece(from, record);
+                if (!given || record->length > c.in_bytes[from] - c.received[from]) {
+                    error = 1 + from;
+                    return any;
+                }
+                if (record->length) std::memcpy(c.in[from] + c.received[from], given, record->length);
+                c.received[from] += record->length;
                 c.heard[from] = true;
                 consume(c, from, record);
                 any = true;
@@ -301,17 +351,27 @@ struct Group {
                 else if (!fits(c, from, record)) return any;
             }
             if (waiting) return any;
-            // All cut their rows alike.
-            uint64_t length = records[rank == 0 ? 1 : 0]->bytes;
-            for (int from = 0; from < world; ++from)
-                parts[from] = from == rank ? c.own + c.summed : reinterpret_cast<const char*>(records[from] + 1);
+            // Pieces are longer from an arena: as much as there is of all is added up.
+            uint64_t length = UINT64_MAX;
+            for (int from = 0; from < world; ++from) {
+                parts[from] = c.own + c.summed;
+                if (from == rank) continue;
+                const char* given = piece(from, records[from]);
+                if (!given) return any;
+                parts[from] = given + c.taken[from];
+                length = std::min(length, records[from]->length - c.taken[from]);
+            }
             uint64_t first = c.summed / c.from_width;
             c.sum(parts, world, c.result + first * c.to_width, length / c.from_width, c.add);
             c.summed += length;
             for (int from = 0; from < world; ++from)
                 if (from != rank) {
                     c.received[from] += length;
-                    consume(c, from, records[from]);
+                    c.taken[from] += length;
+                    if (c.taken[from] == records[from]->length) {
+                        c.taken[from] = 0;
+                        consume(c, from, records[from]);
+                    }
                 }
             any = true;
         }
@@ -333,6 +393,12 @@ struct Group {
                 if (!c.all_received) {
                     again |= receive(c);
                     if (!c.all_received) break;
+                }
+            for (Collective& c : open)
+                if (c.all_sent && !c.all_read) {
+                    c.all_read = true;
+                    for (int r = 0; r < world; ++r) c.all_read &= has_read(c, r);
+                    again |= c.all_read;
                 }
             while (!open.empty() && open.front().done()) {
                 open.pop_front();
@@ -370,6 +436,8 @@ struct Group {
         c.in_bytes.assign(world, kNothing);
         c.sent.assign(world, 0);
         c.received.assign(world, 0);
+        c.taken.assign(world, 0);
+        c.end.assign(world, 0);
         c.announced.assign(world, false);
         c.heard.assign(world, false);
         return c;
@@ -408,7 +476,7 @@ struct Group {
         Ring* mine = ring(rank, c.to_all ? rank : r);
         bool behind = !c.all_sent && sends(c, r) &&
                       mine->read_by(r)->value.load() == read_by_all(mine, c.to_all ? rank : r);
-        return owes || behind;
+        return owes || behind || (c.all_sent && !c.all_read && !has_read(c, r));
     }
 };
 
@@ -464,6 +532,35 @@ void* host_attach(int fd, int rank, int world, uint64_t ring_bytes, int spins) {
     return group;
 }
 
+// Lets the others' records speak of a rank's arena, and this one's of its own. `base`: where this process has it; null:
+// it is mapped from `fd`. What has fewer bytes than `read_from` is copied all the same. Called before the first
+// collective. Returns 0 or an error.
+int host_arena(void* handle, int rank, int fd, void* base, uint64_t bytes, uint64_t read_from) {
+    Group* group = static_cast<Group*>(handle);
+    if (rank < 0 || rank >= group->world || group->arena[rank]) return EINVAL;
+    if (!base) {
+        struct stat found;
+        if (fstat(fd, &found)) return errno;
+        if (uint64_t(found.st_size) < bytes) return EINVAL;
+        base = mmap(nullptr, bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
+        if (base == MAP_FAILED) return errno;
+        group->mapped_here[rank] = true;
+    }
+    group->read_from = read_from ? read_from : 1;
+    group->arena[rank] = static_cast<const char*>(base);
+    group->arena_bytes[rank] = bytes;
+    return 0;
+}
+
+// Forgets all arenas, where not every rank can read every other's.
+void host_no_arenas(void* handle) {
+    Group* group = static_cast<Group*>(handle);
+    for (int r = 0; r < group->world; ++r) {
+        if (group->mapped_here[r]) munmap(const_cast<char*>(group->arena[r]), group->arena_bytes[r]);
+        group->arena[r] = nullptr, group->mapped_here[r] = false;
+    }
+}
+
 void host_detach(void* handle) {
     Group* group = static_cast<Group*>(handle);
     {
@@ -474,6 +571,7 @@ void host_detach(void* handle) {
         group->call_helper(group->rank);
         group->helper.join();
     }
+    host_no_arenas(handle);
     munmap(group->base, group->sizes.bytes());
     delete group;
 }
