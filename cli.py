@@ -273,6 +273,35 @@ def bench_collectives(
         raise typer.Exit(results.exit_code(result, []))
 
 
+@bench.command("gpu")
+def bench_gpu(
+    device: Annotated[str, typer.Option("--device", help="cuda, or cpu: try the checks themselves.")] = "cuda",
+    *,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if there is no GPU.")
+    ] = False,
+) -> None:
+    """Every check that needs a GPU: ops, strategies, memory and speed on one of them."""
+    from rich.console import Console
+    from shardlight.framework.bench import gpu, results, tables
+    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+
+    progress = Console(stderr=True)
+    _make_folder_of(out)
+    try:
+        result = gpu.run(device, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True))
+    except BenchError as error:
+        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
+    console = _wide_console()
+    for table in tables.tables_of_gpu(result):
+        console.print(table)
+    if out is not None:
+        result.write(out)
+    if strict:
+        raise typer.Exit(results.exit_code(result, result.missing))
+
+
 def _make_folder_of(out: Path | None) -> None:
     if out is None:
         return

@@ -305,3 +305,19 @@ def test_a_run_goes_on_without_the_masters_it_had(tmp_path):
 
 def test_masters_off_needs_bf16_true():
     assert ZeRO2(master=False).options.master is False
+
+
+def test_a_model_can_be_taken_back_after_a_step():
+    model = Slope()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = Engine(model, PLANS["zero3"], None, dtypes=BF16)
+    engine.take_optimizer(optimizer)
+    with engine.forward():
+        loss = model(torch.ones(1, 8, dtype=torch.bfloat16))
+    engine.backward(loss)
+    engine.step(optimizer)
+    engine.detach()
+    assert model.line.weight.grad is None  # it was one of fp32 weights, which ended
+    assert model.line.weight.dtype == torch.bfloat16 and model.line.weight.eq(0.5).all()
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).backward()
+    assert model.line.weight.grad.eq(1).all()

@@ -23,12 +23,16 @@ NOISE = {
     "buffer_bytes_per_s": 1.5,
     "speed_to_gloo": 1.3,
     "speed_to_memcpy": 1.3,
+    "error_ratio": 1.1,
+    "weights_apart": 2.0,
+    "peak_allocated_bytes": 1.05,
+    "steady_allocated_bytes": 1.05,
 }
 """By which factor a metric has to change to mean something; 1 for what is counted and not in this table."""
 FLOOR = {"page_faults": 500.0, "loopback_bytes": 1e6}
 """Below which a metric says nothing: other programs' share."""
 HIGHER_IS_BETTER = {"tokens_per_s", "buffer_bytes_per_s", "speed_to_gloo", "speed_to_memcpy"}
-UNJUDGED = {"table_state_bytes", "table_sent_bytes", "loss_difference"}
+UNJUDGED = {"table_state_bytes", "table_sent_bytes", "loss_difference", "loss_apart"}
 """Neither better nor worse when they change; a loss has a bar of its own where it matters."""
 SAME_MACHINE = ("processor", "cores", "python", "torch", "lightning")
 

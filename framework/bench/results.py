@@ -30,6 +30,12 @@ UNITS = {
     "buffer_bytes_per_s": "B/s",
     "speed_to_gloo": "x",
     "speed_to_memcpy": "x",
+    "error_ratio": "x",
+    "bytes_apart": "B",
+    "loss_apart": "",
+    "weights_apart": "x",
+    "peak_allocated_bytes": "B",
+    "steady_allocated_bytes": "B",
 }
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 

@@ -34,6 +34,19 @@ BYTES: list[tuple[str, str, Show]] = [
     ("loopback MB, all ranks", "loopback_bytes", _MB),
     ("collectives", "collectives, sends, receives", _WHOLE),
 ]
+_SMALL: Show = lambda value: f"{value:.1e}" if value else "0"  # noqa: E731
+GPU: list[tuple[str, str, Show]] = [
+    ("error / allowed", "error_ratio", lambda value: f"{value:.2f}"),
+    ("bytes not the CPU's", "bytes_apart", _WHOLE),
+    ("loss apart", "loss_apart", _SMALL),
+    ("weights apart", "weights_apart", _SMALL),
+    ("state MB", "state_bytes", _MB),
+    ("of the table MB", "table_state_bytes", _MB),
+    ("steady MB", "steady_allocated_bytes", _MB),
+    ("peak MB", "peak_allocated_bytes", _MB),
+    ("us", "call_us", _ONE),
+    ("GB/s", "buffer_bytes_per_s", lambda value: f"{value / 1e9:.1f}"),
+]
 WITHOUT = "-"
 
 
@@ -104,6 +117,29 @@ def tables_of_collectives(result: Result) -> list[RenderableType]:
         table.add_row(case if case != shown else "", who, time, f"{figures['buffer_bytes_per_s'] / 1e9:.3f}", *ratios)
         shown = case
     return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
+
+
+def tables_of_gpu(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `gpu`: one table of figures, a check a row."""
+    made: list[RenderableType] = []
+    if result.rows:
+        table = Table(title=f"on {result.machine['device']}", title_justify="left", box=None, pad_edge=False)
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for row in result.rows:
+            found.setdefault((row.case, row.who), {})[row.metric] = row.value
+        columns = [c for c in GPU if any(c[1] in figures for figures in found.values())]
+        for heading in ("check", "of", *(heading for heading, _, _ in columns)):
+            table.add_column(heading, justify="left" if heading in ("check", "of") else "right", no_wrap=True)
+        shown = ""
+        for (case, who), figures in found.items():
+            cells = (show(figures[m]) if m in figures else WITHOUT for _, m, show in columns)
+            table.add_row(case if case != shown else "", who, *cells)
+            shown = case
+        # Of those that hold, only the ones that are a matter of degree.
+        shown_bars = [bar for bar in result.bars if not bar.holds or bar.pairs > 1]
+        held = sum(bar.holds is True for bar in result.bars)
+        made += [table, Text(f"{held} of {len(result.bars)} bars hold."), bars_table(shown_bars)]
+    return [*made, *(Text(note) for note in result.notes), _machine(result)]
 
 
 def bars_table(bars: list[Bar]) -> Table:

@@ -445,6 +445,10 @@ class Engine:
             handle.remove()
         for parameter, data in zip(self.table.parameters, whole, strict=True):
             mark_gathered(parameter)
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.grad is not None and parameter.grad.dtype != data.dtype:
+                    # Of master weights, which end here.
+                    parameter.grad = None
             parameter.data = data
             parameter.grad_dtype = data.dtype
             del parameter._shardlight_owner

@@ -31,7 +31,8 @@ class Window:
     """
 
     weighted: bool | None = None
-    loss_sum: float = 0.0
+    losses: list[tuple[Tensor, float]] = field(default_factory=list)
+    """Of each micro-batch, with its share of the sum: read at the end, so that nobody waits for a GPU in between."""
     weight_sum: float = 0.0
     factor: float = 1.0
     """What the caller divided each loss by before backward (Lightning: the accumulation factor)."""
@@ -81,7 +82,7 @@ class Window:
         self.micro_batches += 1
         self.factor = float(self.micro_batches) if factor is None else factor
         if share:
-            self.loss_sum += float(loss) * share
+            self.losses.append((loss, share))
         self.weight_sum += share
 
     def arrive(self, number: int) -> None:
@@ -111,7 +112,8 @@ class Window:
         and which buffers hold any.
         """
         row = torch.zeros(4 + n_params, dtype=torch.float64)
-        row[:4] = torch.tensor([self.loss_sum, self.weight_sum, *map(float, flags)], dtype=torch.float64)
+        loss_sum = sum((float(loss) * share for loss, share in self.losses), start=0.0)
+        row[:4] = torch.tensor([loss_sum, self.weight_sum, *map(float, flags)], dtype=torch.float64)
         if self.arrived:
             row[4 + torch.tensor(sorted(self.arrived))] = 1.0
         return torch.cat([row, torch.tensor(written, dtype=torch.float64)])

@@ -25,22 +25,39 @@ inline const char* cudaGetErrorString(cudaError_t error) { return error ? "emula
 namespace emulation {
 
 struct Index { unsigned x; };
+// Runs the threads from the next one on, each to its end, up to one that waits in a shuffle.
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 16);
+    unsigned thread;
+    bool ended;
+};
+struct Lane {
     uint64_t given[2];  // to a shuffle: the ones with even and odd numbers, since some may be at the next already
     unsigned shuffles;
-    bool ended;
 };
 
 inline Index thread, block;
+inline unsigned next;
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
+inline Fiber* running;
+inline std::vector<Lane> lanes;
 inline const std::function<void()>* body;
 
 inline void run() {
-    (*body)();
-    fibers[thread.x].ended = true;
+    Fiber& self = *running;
+    while (next < lanes.size()) {
+        self.thread = thread.x = next++;
+        (*body)();
+    }
+    self.ended = true;
+}
+
+inline void resume(Fiber& fiber) {
+    running = &fiber;
+    thread.x = fiber.thread;
+    swapcontext(&scheduler, &fiber.context);
 }
 
 }  // namespace emulation
@@ -55,21 +72,24 @@ template <class Kernel> int emulate(int64_t blocks, int threads, const Kernel& k
     body = &called;
     fibers.resize(size_t(threads));
     for (block.x = 0; block.x < uint64_t(blocks); ++block.x) {
-        for (auto& fiber : fibers) {
+        lanes.assign(size_t(threads), Lane{});
+        size_t used = 0;
+        for (next = 0; next < lanes.size();) {
+            auto& fiber = fibers[used++];
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
             fiber.context.uc_stack.ss_size = fiber.stack.size();
             fiber.context.uc_link = &scheduler;
-            fiber.shuffles = 0, fiber.ended = false;
+            fiber.thread = 0, fiber.ended = false;
             makecontext(&fiber.context, emulation::run, 0);
+            resume(fiber);
         }
         for (bool more = true; more;) {
             more = false;
-            for (thread.x = 0; thread.x < fibers.size(); ++thread.x) {
-                auto& fiber = fibers[thread.x];
-                if (fiber.ended) continue;
-                swapcontext(&scheduler, &fiber.context);
-                more = more || !fiber.ended;
+            for (size_t i = 0; i < used; ++i) {
+                if (fibers[i].ended) continue;
+                resume(fibers[i]);
+                more = more || !fibers[i].ended;
             }
         }
     }
@@ -79,11 +99,10 @@ template <class Kernel> int emulate(int64_t blocks, int threads, const Kernel& k
 template <class T> T __shfl_down_sync(unsigned, T value, int down, int width = 32) {
     using namespace emulation;
     const unsigned me = thread.x, from = int(me % unsigned(width)) + down < width ? me + unsigned(down) : me;
-    auto& fiber = fibers[me];
-    const unsigned which = fiber.shuffles++ % 2;
-    std::memcpy(&fiber.given[which], &value, sizeof value);
-    swapcontext(&fiber.context, &scheduler);
-    std::memcpy(&value, &fibers[from].given[which], sizeof value);
+    const unsigned which = lanes[me].shuffles++ % 2;
+    std::memcpy(&lanes[me].given[which], &value, sizeof value);
+    swapcontext(&running->context, &scheduler);
+    std::memcpy(&value, &lanes[from].given[which], sizeof value);
     return value;
 }
 

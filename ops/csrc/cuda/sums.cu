@@ -134,11 +134,6 @@ int square_as(const void* flat, int64_t n, int64_t chunk, double scale, double c
 
 }  // namespace
 
-EXPORTED int ops_abi() { return kAbi; }
-
-EXPORTED const char* cuda_error_name(int error) { return cudaGetErrorName(cudaError_t(error)); }
-EXPORTED const char* cuda_error_text(int error) { return cudaGetErrorString(cudaError_t(error)); }
-
 // All return 0, -1 for dtypes that there is nothing for, or CUDA's error; all are queued on the stream, and none waits.
 
 // Writes the sum of squares of each chunk, of values multiplied by `scale` and then by `clip`; adds to `bad` how many of
