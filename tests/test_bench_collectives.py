@@ -11,6 +11,7 @@ from shardlight.framework.bench.contenders.exchange import GLOO, MEMCPY, Buffers
 from shardlight.framework.bench.results import UNITS, meets, read
 from shardlight.ops.built import OPS_VARIABLE, why_not_shared
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.pages import Pages
 from typer.testing import CliRunner
 
 preload(collectives.MODULE)
@@ -58,7 +59,7 @@ def right_and_wrong(rank, world_size):
             (buffers.shard_S if operation == "reduce-scatter" else buffers.full_N)[-1] = 0
 
     for operation in OPERATIONS:
-        buffers = Buffers(numel, rank, world_size)
+        buffers = Buffers(numel, rank, world_size, Pages())
         found = measure(ways, operation, buffers, 2, 3, dist.barrier)
         assert list(found) == [*ways, MEMCPY]
         assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found.values())

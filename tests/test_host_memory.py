@@ -38,7 +38,7 @@ def test_addresses_are_used_again_in_any_order_of_going():
             tensor.fill_(number)
         for number in order:
             assert (tensors[number] == number).all()
-            tensors[number] = None
+            tensors[number] = tensor = None
         whole = memory.take(8 * ALIGNED_BYTES, torch.uint8)
         assert whole is not None and not whole.any(), "what was given back comes as zeros"
         del whole
