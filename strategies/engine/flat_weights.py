@@ -284,7 +284,11 @@ class FlatWeights:
         if self.mastered:
             # What was not written keeps its full precision.
             written = bits(mine) != bits(self.home.to(self.dtype))
-            self.home[written] = mine[written].to(self.home_dtype)
+            if self.device.type == "cpu":
+                self.home[written] = mine[written].to(self.home_dtype)
+            else:
+                # Without waiting for how many there are.
+                torch.where(written, mine.to(self.home_dtype), self.home, out=self.home)
         elif self.plan.shard_parameters:
             self.home.copy_(mine)
         self._note_versions()
