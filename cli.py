@@ -302,6 +302,40 @@ def bench_gpu(
         raise typer.Exit(results.exit_code(result, result.missing))
 
 
+@bench.command("ops")
+def bench_ops(
+    against: Annotated[str | None, typer.Option("--against", metavar="A,B", help="Peers; default: all.")] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds, within a minute.")] = False,
+    install: Annotated[bool, typer.Option("--install", help="Also build the package from its checkout.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
+    ] = False,
+) -> None:
+    """Compiled optimizer steps beside PyTorch's, DeepSpeed's and plain traffic of memory."""
+    from rich.console import Console
+    from shardlight.framework.bench import ops, results, tables
+    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+
+    peers = None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
+    progress = Console(stderr=True)
+    _make_folder_of(out)
+    try:
+        result = ops.run(
+            peers, quick, install, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True)
+        )
+    except BenchError as error:
+        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
+    console = _wide_console()
+    for table in tables.tables_of_ops(result):
+        console.print(table)
+    if out is not None:
+        result.write(out)
+    if strict:
+        raise typer.Exit(results.exit_code(result, peers or []))
+
+
 def _make_folder_of(out: Path | None) -> None:
     if out is None:
         return

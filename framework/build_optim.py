@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.framework.optim import ADAMW_WEIGHT_DECAY, OptimizerConfig, ScheduleConfig
 from shardlight.ops.lamb import Lamb
+from shardlight.ops.lion import Lion
 from shardlight.ops.muon_adamw import MuonAdamW
 from shardlight.strategies.errors import ShardlightError
 from torch import nn
@@ -22,6 +23,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": torch.optim.Adafactor,
     "lamb": Lamb,
+    "lion": Lion,
 }
 
 

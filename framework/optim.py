@@ -16,11 +16,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rmsprop": {"weight_decay": 0.0, "eps": 1e-8, "alpha": 0.99, "momentum": 0.0, "centered": False},
     "adafactor": {"weight_decay": 0.0, "beta2_decay": -0.8},
     "lamb": {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-6},
+    "lion": {"weight_decay": 0.0, "betas": (0.9, 0.99)},
     "muon": {"weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "original",
              "adamw_lr": None, "adamw_for": ("head.*", "*.head.*", "*lm_head.*"), **_ADAM},
 }  # fmt: skip
 """The options that each optimizer has beside lr, decay and no_decay, and what they are where they are unset: torch's
-defaults, and for lamb those of its authors."""
+defaults, and for lamb and lion those of their authors."""
 ADAMW_WEIGHT_DECAY = 0.01
 """Of what AdamW trains beside Muon, where `weight_decay` is unset."""
 
@@ -58,15 +59,17 @@ def _raise_all(kind: str, faults: list[str]) -> None:
 class OptimizerConfig:
     """Which torch.optim optimizer trains the module, and which parameters it decays."""
 
-    name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "lamb", "muon"]
+    name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "lamb", "lion", "muon"]
     """adamw (decoupled weight decay), adam (weight decay as L2 in the gradient), sgd, adagrad, rmsprop, adafactor: from
-    torch.optim. lamb: You et al. 2020. muon: torch.optim.Muon for hidden matrices, torch.optim.AdamW for the rest."""
+    torch.optim. lamb: You et al. 2020. lion: Chen et al. 2023. muon: torch.optim.Muon for hidden matrices,
+    torch.optim.AdamW for the rest."""
     lr: float
     """Learning rate at the top of the schedule, per optimizer step."""
     weight_decay: float | None = None
     """Weight decay of the parameters that are decayed. Unset: adamw, lamb 0.01, muon 0.1 (its AdamW 0.01), else 0."""
     betas: tuple[float, float] | None = None
-    """adamw, adam, lamb, and AdamW of muon: decay rates of the two moments, per optimizer step. Unset: 0.9, 0.999."""
+    """adamw, adam, lamb, and AdamW of muon: decay rates of the two moments, per optimizer step. Unset: 0.9, 0.999.
+    lion: of the update, and of its momentum. Unset: 0.9, 0.99."""
     eps: float | None = None
     """adamw, adam, lamb, adagrad, rmsprop, and AdamW of muon: added to the root of the second moment. Unset: 1e-8; lamb
     1e-6, adagrad 1e-10."""

@@ -227,7 +227,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy={name: zero2, compile_backend: eager}", "strategy.compile_backend is for compile: blocks. Leave it out, or set compile."),
         ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number)."),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0."),
-        ("optimizer.betas=[0.9, 0.9]", "optimizer.betas is for adamw, adam, lamb, muon, and sgd has weight_decay, momentum, nesterov."),
+        ("optimizer.betas=[0.9, 0.9]", "optimizer.betas is for adamw, adam, lamb, lion, muon, and sgd has weight_decay, momentum, nesterov."),
         ("optimizer={name: muon, lr: 0.02}", None),
         ("checkpoint.save_top_k=3", "checkpoint.save_top_k is 3; without monitor it must be -1, 0 or 1."),
         ("resume=gone", "resume: there is no checkpoint gone."),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ["ops", "strategies", "framework", "templates", "cli"]  # lowest first; some may not exist yet
 HEAVY = ("torch", "lightning", "torchmetrics", "matplotlib", "tensorboard")  # not for a command that only answers
 # Packages that a file may import late, inside a function: those a user may not have, and those too slow for --help.
-LATE_PACKAGES = {"matplotlib", "tensorboard", "rich", "pynvml"}
+LATE_PACKAGES = {"deepspeed", "matplotlib", "tensorboard", "rich", "pynvml"}
 
 
 def sources() -> list[Path]:

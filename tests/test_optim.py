@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from shardlight.framework.build_optim import build_optimizer, build_schedule, decay_groups, learning_rate_factor
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 from shardlight.ops.lamb import Lamb
+from shardlight.ops.lion import Lion
 from shardlight.ops.muon_adamw import MuonAdamW
 from shardlight.strategies.errors import ShardlightError
 from torch import nn
@@ -164,6 +165,7 @@ CLASSES = {
     "rmsprop": torch.optim.RMSprop,
     "adafactor": torch.optim.Adafactor,
     "lamb": Lamb,
+    "lion": Lion,
 }
 
 
@@ -183,6 +185,7 @@ def test_unset_options_are_the_defaults_of_the_class(name):
         ("rmsprop", {"alpha": 0.5, "momentum": 0.9, "centered": True, "eps": 1e-3}),
         ("adafactor", {"beta2_decay": -0.5, "weight_decay": 0.2}),
         ("lamb", {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}),
+        ("lion", {"betas": (0.5, 0.6), "weight_decay": 0.2}),
     ],
 )
 def test_options_of_each_reach_it(name, options):
@@ -196,6 +199,7 @@ def test_options_of_another_optimizer_are_faults():
         ("adamw", {"momentum": 0.0}, "momentum is for sgd, rmsprop, muon, and adamw has weight_decay, betas, eps"),
         ("sgd", {"adamw_lr": 1.0}, "adamw_lr is for muon, and sgd has weight_decay, momentum, nesterov"),
         ("lamb", {"alpha": 0.9}, "alpha is for rmsprop, and lamb has"),
+        ("lion", {"eps": 0.1}, "and lion has weight_decay, betas"),
         ("muon", {"lr_decay": 0.9, "adamw_lr": 1.0}, "lr_decay is for adagrad, and muon has"),
         ("muon", {}, "adamw_lr is missing; set the learning rate of embeddings, norms, biases and head, such as 3e-4, or"),
         ("muon", {"adamw_lr": 1.0, "ns_steps": 0}, "ns_steps is 0; it must be from 1 to 99"),

@@ -20,6 +20,7 @@ OPTIONS = {
     "rmsprop": {"lr": 1e-3, "momentum": 0.9, "centered": True, "eps": 1e-4},
     "adafactor": {"lr": 1e-2},
     "lamb": {"lr": 1e-2},
+    "lion": {"lr": 1e-3, "weight_decay": 0.1},
     "muon": {"lr": 1e-2, "adamw_lr": 1e-3},
 }
 

@@ -34,11 +34,12 @@ class Crew:
 
     Args:
         name: shown in faults.
-        processes: number of ranks, one thread each.
+        processes: number of ranks.
         job: what `worker` runs: `module`, and what that module's `run` needs.
         folder: a private one of this crew, made here.
         sweeper: told of the processes, which it ends should the benchmark be killed.
         limit_s: for any one answer.
+        threads: of a rank.
     Raises: BenchError, by every call: a rank failed or did not answer; the ranks have been ended then.
     """
 
@@ -50,6 +51,7 @@ class Crew:
         folder: Path,
         sweeper: Sweeper,
         limit_s: float = 600.0,
+        threads: int = 1,
     ) -> None:
         self.name = name
         self.limit_s = limit_s
@@ -60,7 +62,7 @@ class Crew:
         # -P: the working directory is not on sys.path, as under the console script.
         flags = [*subprocess._args_from_interpreter_flags(), "-P"]
         command = [sys.executable, *flags, "-m", "shardlight.framework.bench.worker", json.dumps(job)]
-        base = {**os.environ, "OMP_NUM_THREADS": "1"}
+        base = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self.launched_s = time.monotonic()
         try:
             for rank in range(processes):

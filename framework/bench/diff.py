@@ -27,11 +27,15 @@ NOISE = {
     "weights_apart": 2.0,
     "peak_allocated_bytes": 1.05,
     "steady_allocated_bytes": 1.05,
+    "speed_to_traffic": 1.1,
+    "extra_ms": 1.5,
+    "first_call_ms": 1.5,
+    "install_s": 1.5,
 }
 """By which factor a metric has to change to mean something; 1 for what is counted and not in this table."""
-FLOOR = {"page_faults": 500.0, "loopback_bytes": 1e6}
+FLOOR = {"page_faults": 500.0, "loopback_bytes": 1e6, "first_call_ms": 1.0}
 """Below which a metric says nothing: other programs' share."""
-HIGHER_IS_BETTER = {"tokens_per_s", "buffer_bytes_per_s", "speed_to_gloo", "speed_to_memcpy"}
+HIGHER_IS_BETTER = {"tokens_per_s", "buffer_bytes_per_s", "speed_to_gloo", "speed_to_memcpy", "speed_to_traffic"}
 UNJUDGED = {"table_state_bytes", "table_sent_bytes", "loss_difference", "loss_apart"}
 """Neither better nor worse when they change; a loss has a bar of its own where it matters."""
 SAME_MACHINE = ("processor", "cores", "python", "torch", "lightning")

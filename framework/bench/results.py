@@ -36,6 +36,10 @@ UNITS = {
     "weights_apart": "x",
     "peak_allocated_bytes": "B",
     "steady_allocated_bytes": "B",
+    "speed_to_traffic": "x",
+    "extra_ms": "ms",
+    "first_call_ms": "ms",
+    "install_s": "s",
 }
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 

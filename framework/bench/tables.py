@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from shardlight.framework.bench.diff import Comparison
-from shardlight.framework.bench.results import Bar, Result
+from shardlight.framework.bench.results import UNITS, Bar, Result
 
 Show = Callable[[float], str]
 
@@ -140,6 +140,29 @@ def tables_of_gpu(result: Result) -> list[RenderableType]:
         held = sum(bar.holds is True for bar in result.bars)
         made += [table, Text(f"{held} of {len(result.bars)} bars hold."), bars_table(shown_bars)]
     return [*made, *(Text(note) for note in result.notes), _machine(result)]
+
+
+def tables_of_ops(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `ops`."""
+    title = f"ops: a step over {result.machine['numel']:,} elements"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("case", "by", "time", "GB/s", "x the same traffic"):
+        table.add_column(heading, justify="left" if heading in ("case", "by") else "right")
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result.rows:
+        if " rank " not in row.who:
+            found.setdefault((row.case, row.who), {})[row.metric] = row.value
+    shown = ""
+    for (case, who), figures in found.items():
+        if "call_us" in figures:
+            speed = figures["buffer_bytes_per_s"] / 1e9
+            cells = [f"{figures['call_us'] / 1000:.2f} ms", f"{speed:.2f}", f"{figures['speed_to_traffic']:.2f}"]
+        else:
+            ((metric, value),) = figures.items()
+            cells = [f"{value:.2f} {UNITS[metric]}", WITHOUT, WITHOUT]
+        table.add_row(case if case != shown else "", who, *cells)
+        shown = case
+    return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
 
 
 def bars_table(bars: list[Bar]) -> Table:
