@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../step.h"
+#include "ahead.h"
 #include "convert.h"
 #include "parallel.h"
 
@@ -20,7 +21,7 @@ template <class T, class P, class G, class S, class C, class Rule, int kUses>
 FOR_EACH_PROCESSOR void step_block(const Rule& given, T scale, T clip, size_t n, P* __restrict p, const G* __restrict g,
                                    S* __restrict a, S* __restrict b, S* __restrict c, C* __restrict copy) {
     const Rule rule = given;
-    for (size_t i = 0; i < n; ++i) {
+    auto update = [&](size_t i) __attribute__((always_inline)) {
         T x = T(wide(p[i])), s[kStates] = {};
         if constexpr ((kUses & kUseA) != 0) s[0] = T(wide(a[i]));
         if constexpr ((kUses & kUseB) != 0) s[1] = T(wide(b[i]));
@@ -31,6 +32,19 @@ FOR_EACH_PROCESSOR void step_block(const Rule& given, T scale, T clip, size_t n,
         if constexpr ((kUses & kUseB) != 0) b[i] = Narrow<S, T>::of(s[1]);
         if constexpr ((kUses & kUseC) != 0) c[i] = Narrow<S, T>::of(s[2]);
         if constexpr (!std::is_same_v<C, None>) copy[i] = Narrow<C, T>::of(x);
+    };
+    size_t i = 0;
+    for (; i + kChunk <= n; i += kChunk) {
+        fetch_ahead(p, i), fetch_ahead(g, i);
+        if constexpr ((kUses & kUseA) != 0) fetch_ahead(a, i);
+        if constexpr ((kUses & kUseB) != 0) fetch_ahead(b, i);
+        if constexpr ((kUses & kUseC) != 0) fetch_ahead(c, i);
+        if constexpr (!std::is_same_v<C, None>) fetch_ahead(copy, i);
+        for (size_t k = 0; k < kChunk; ++k) update(i + k);
+    }
+    for (; i < n; ++i) {
+        update(i);
+        __asm__ volatile("");  // one by one: the few that are left are not worth another loop's compilation
     }
 }
 
@@ -88,6 +102,7 @@ template <template <class, int> class Rule, int kUses> Range range_of(const Step
         return step.parameter_dtype == p && step.gradient_dtype == g && step.state_dtype == s &&
                (copies ? step.copy_dtype : -1) == c;
     };
+    if (are(F32, F32, F32, -1)) return step_range<float, float, float, float, None, Rule, kUses>;
     if (are(F32, F32, F32, BF16)) return step_range<float, float, float, float, B, Rule, kUses>;
     if (are(F32, BF16, F32, BF16)) return step_range<float, float, B, float, B, Rule, kUses>;
     if (are(F32, F32, BF16, -1)) return step_range<float, float, float, B, None, Rule, kUses>;
