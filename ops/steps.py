@@ -171,4 +171,6 @@ def _step_natively(
     function = getattr(loaded("cuda" if on_cuda else "cpu"), f"{'cuda' if on_cuda else 'ops'}_{stem}")
     with current(device):
         error = function(ctypes.byref(step), uses)
+    # Autograd has not seen it: a backward through an older forward is an error.
+    torch.autograd.graph.increment_version(columns[0])
     check(error, f"ops.{stem} with states {uses} and dtypes {dtypes}", device)

@@ -302,3 +302,30 @@ def spoil_after_clipping(rank, world_size):
 def test_a_gradient_that_is_spoilt_after_clipping_is_found():
     run_ranks(spoil_after_clipping, 1)
     on_two_ranks(spoil_after_clipping)
+
+
+@pytest.mark.parametrize("asks_later", [False, True], ids=["looked at", "asked later, as on a GPU"])
+def test_a_write_that_has_no_version_is_not_lost_in_silence(asks_later):
+    model = build(Blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = Engine(model, PLANS["zero3"], None)
+    engine.take_optimizer(optimizer)
+    for buffer in engine.buffers:
+        buffer.asks_later = asks_later
+
+    def train():
+        with engine.forward():
+            loss = model.blocks[1](model.blocks[0](rows(0, 0))).square().mean()
+        engine.backward(loss)
+        engine.step(optimizer)
+
+    train()
+
+    def write(module, args, output):
+        model.blocks[0][0].weight.data.mul_(2)
+
+    handle = model.blocks[0][1].register_forward_hook(write)
+    with pytest.raises(StrategyError, match=r"'blocks\.0.*' was changed inside a step .*gathered"):
+        train()
+    handle.remove()
+    train()

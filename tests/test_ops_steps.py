@@ -253,6 +253,16 @@ def test_other_layouts_and_complex_numbers(device):
             assert torch.allclose(found, want, atol=1e-6), (name, layout)
 
 
+def test_a_step_is_a_change_that_autograd_sees(device):
+    for _, ours, names in CASES.values():
+        weight = torch.nn.Parameter(torch.ones(5, device=device))
+        loss = weight.square().sum()
+        states = tuple(None if n is None else [torch.ones(5, device=device)] for n in names)
+        ours(Batch(params=[weight], grads=[torch.ones(5, device=device)], states=states, numbers=[2.0]), lr=0.1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 OPERATORS = {
     "adam_step": (([0.5], [1.0], [0.0], [0.0], [], [0.0]), (0.1, 0.9, 0.99, 1e-8, 0.1, True)),
     "sgd_step": (([0.5], [1.0], [0.0], []), (0.1, 0.9, 0.0, 0.1, False)),

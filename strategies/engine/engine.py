@@ -389,7 +389,7 @@ class Engine:
             for buffer in buffers:
                 buffer.finish_publish()
         # Tells autograd that the weights changed: a backward through an older forward is an error, as it always is.
-        if self.plan.shard_optimizer:
+        if self.plan.shard_optimizer or any(b.mastered for b in buffers):
             torch.autograd.graph.increment_version([self.table.parameters[n] for n in used])
         # Full gradients that hooks looked at are not kept.
         self.gradients.show()

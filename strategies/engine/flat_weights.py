@@ -89,6 +89,10 @@ class FlatWeights:
 
         self._transfer: Transfer | None = None
         """A gather, or a publication, that is under way."""
+        self.asks_later: bool = self.device.type != "cpu"
+        """Whether an answer that depends on values has to be waited for."""
+        self.doubt: Tensor | None = None
+        """0-dim bool: whether weights that were released since the last step had been changed; None: they had not."""
         self.copied = False
         """Whether this rank's part of `full` is a copy of `home` as it is, written with the step."""
 
@@ -181,8 +185,12 @@ class FlatWeights:
     def _note_versions(self) -> None:
         self._versions = [*map(_version_of, self.params)]
 
-    def changed(self) -> list[str]:
-        """Returns the names of parameters that were written in place, or given other data, since they were gathered."""
+    def changed(self, wait: bool = True) -> list[str]:
+        """Returns the names of parameters that were written in place, or given other data, since they were gathered.
+
+        Args:
+            wait: False: on a GPU what only a look at the weights tells goes into `doubt`.
+        """
         if not self.gathered:
             return []
         full = self.full if self.wide is None else self.wide
@@ -196,6 +204,10 @@ class FlatWeights:
                 if version != noted or (pointer != base + width * start and pointer)
             ]
         mine, kept = full[self._own], self.shard.to(full.dtype)
+        if not found and self.asks_later and not wait:
+            differs = (bits(mine) != bits(kept)).any()
+            self.doubt = differs if self.doubt is None else self.doubt | differs
+            return []
         if found or same_bits(mine, kept):
             return found
         # Written by `p.data`, which has no version: it shows in this rank's part alone.

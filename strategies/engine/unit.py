@@ -61,6 +61,12 @@ class SavedCast:
             return self.parameter.detach().to(self._dtype, copy=True).as_strided(*self._place)
 
 
+LOST = (
+    "'{name}' was changed inside a step (in place, or its `data` was set). Weights are sharded, and the change is "
+    "lost: make it after the step under `with strategy.gathered(module):`, on every rank."
+)
+
+
 class Unit:
     """Buffers that are gathered and reduced together, one per (dtype, trainable or not).
 
@@ -203,14 +209,11 @@ class Unit:
                     "weights are freed then: keep a copy instead (`weight[...].clone()`)."
                 )
             return
-        changed = [name for b in self.buffers for name in b.changed()]
+        changed = [name for b in self.buffers for name in b.changed(wait=force)]
         if changed and not force:
             return
         self.careful = self.recomputed = False
         for buffer in self.buffers:
             buffer.release()
         if changed:
-            raise StrategyError(
-                f"'{changed[0]}' was changed inside a step (in place, or its `data` was set). Weights are sharded, and "
-                "the change is lost: make it after the step under `with strategy.gathered(module):`, on every rank."
-            )
+            raise StrategyError(LOST.format(name=changed[0]))

@@ -11,7 +11,7 @@ from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
 from shardlight.strategies.engine.ranges import hook_computing
 from shardlight.strategies.engine.released import ReleasedParameter
-from shardlight.strategies.engine.unit import SavedCast, SavedWeight, Unit
+from shardlight.strategies.engine.unit import LOST, SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
@@ -312,6 +312,18 @@ class Weights:
                 raise StrategyError("an optimizer step inside `with strategy.gathered(...)`: leave the context first.")
             if self.table.plan.shard_parameters:
                 unit.release(force=True)
+        self._answer_doubts()
+
+    def _answer_doubts(self) -> None:
+        doubtful = [b for unit in self.table.units for b in unit.buffers if b.doubt is not None]
+        if not doubtful:
+            return
+        answers = torch.stack([b.doubt for b in doubtful if b.doubt is not None]).tolist()
+        for buffer in doubtful:
+            buffer.doubt = None
+        for buffer, changed in zip(doubtful, answers, strict=True):
+            if changed:
+                raise StrategyError(LOST.format(name=buffer.name))
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
