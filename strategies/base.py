@@ -228,6 +228,7 @@ class ShardedStrategy(Saving):
                 self.options.keep_small,
                 self.options.collectives,
                 self.options.optimizer_kernel,
+                self.options.moments_dtype,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
-from shardlight.strategies.engine.kernels import OptimizerKernel
+from shardlight.strategies.engine.kernels import MomentsDtype, OptimizerKernel
 from shardlight.strategies.engine.plan import Reduce
 from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
 from shardlight.strategies.errors import StrategyError
@@ -46,6 +46,12 @@ class EngineOptions:
     optimizer_kernel: OptimizerKernel = "auto"
     """Who computes a step. `auto`: a compiled op where the optimizer is exactly AdamW, Adam, SGD, Adagrad, RMSprop or
     Lion, which gives the same numbers in one pass over memory (`shardlight ops`). `torch`: the optimizer itself."""
+
+    moments_dtype: MomentsDtype | None = None
+    """bfloat16: what the optimizer keeps of fp32 parameters from step to step (moments, momentum) takes half the
+    memory, and 8 bits of precision. What changes by less than 1/512 of itself in a step does not change: with beta2 =
+    0.999 a second moment never falls, and rises to twice its value at most. Set beta2 to 0.95; at 0.99 it comes to rest
+    up to twice too large. For optimizers that a compiled op steps; an error with others. Unset: that of parameters."""
 
     recompute: Recompute = "no"
     """Whether the units' blocks keep only their inputs and run again in backward: less memory for activations, one more
@@ -89,6 +95,7 @@ class EngineOptions:
 
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "master": ("bf16-true",),
+    "moments_dtype": ("32-true", "bf16-mixed", "16-mixed", "bf16-true"),
     "keep_fp32": ("bf16-mixed", "16-mixed"),
     "loss_scale": ("16-mixed",),
     "loss_scale_growth_steps": ("16-mixed",),
@@ -131,13 +138,14 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         "keep_gathered": get_args(KeepGathered),
         "recompute": get_args(Recompute),
         "compile": get_args(Compile),
+        "moments_dtype": (None, *get_args(MomentsDtype)),
         "reduce_dtype": (None, *REDUCE_DTYPES),
     }
     for name, allowed in choices.items():
         value = getattr(options, name)
         if value not in allowed:
             *some, last = (repr(a) for a in allowed if a is not None)
-            names = f"{', '.join(some)} or {last}"
+            names = f"{', '.join(some)} or {last}" if some else last
             raise StrategyError(f"{name}={value!r} is not an option of {strategy}: use {names}.")
     if options.max_not_finite_steps < 1:
         raise StrategyError(f"max_not_finite_steps={options.max_not_finite_steps!r} must be at least 1.")

@@ -236,27 +236,31 @@ def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimiz
             if scalars is None:
                 continue
             span, prefix = local.span(parameter, optimizer), f"optimizer/{index}/{name}/"
-            state: dict[str, Any] = {k: _restore_scalar(v, parameter, mine, k) for k, v in scalars.items()}
+            kept = local.moment_dtype(mine)
+            state: dict[str, Any] = {k: _restore_scalar(v, parameter, mine, k, kept) for k, v in scalars.items()}
             for key in reader.names(prefix):
                 if reader.shape(prefix + key) == engine.full_shape(parameter):
                     stored_part = reader.read(prefix + key, *span).view(mine.shape)
                 else:  # such as the factors of a second moment
                     stored_part = reader.read(prefix + key)
-                state[key] = _like(stored_part, mine)
+                state[key] = _like(stored_part, mine, kept)
             optimizer.state[parameter] = state
 
 
-def _like(stored: Tensor, mine: nn.Parameter) -> Tensor:
-    """Returns state as an optimizer keeps it: where the parameter is and, like torch's, in its dtype."""
-    dtype = mine.dtype if stored.is_floating_point() and mine.is_floating_point() else stored.dtype
+def _like(stored: Tensor, mine: nn.Parameter, kept: torch.dtype) -> Tensor:
+    """Returns state as an optimizer keeps it: where the parameter is, and in the dtype that moments are kept in."""
+    dtype = kept if stored.is_floating_point() and mine.is_floating_point() else stored.dtype
     return stored.to(mine.device, dtype, copy=True)
 
 
-def _restore_scalar(data: Mapping[str, Any], parameter: nn.Parameter, mine: nn.Parameter, key: str) -> Any:
+def _restore_scalar(
+    data: Mapping[str, Any], parameter: nn.Parameter, mine: nn.Parameter, key: str, kept: torch.dtype
+) -> Any:
     """Returns a state of one element.
 
     Args:
         mine: what the optimizer gets for `parameter`: of a 0-dim one that is sharded a 1-dim range.
+        kept: the dtype of moments.
     """
     if "plain" in data:
         return decode(data["plain"], {})
@@ -265,7 +269,7 @@ def _restore_scalar(data: Mapping[str, Any], parameter: nn.Parameter, mine: nn.P
         raise CheckpointError(f"'{data['dtype']}' is not a dtype.")
     value = torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
     if not parameter.dim() and key != "step":
-        return value.to(mine.device).view(mine.shape)  # a moment
+        return _like(value, mine, kept).view(mine.shape)  # a moment
     return value.to(mine.device) if value.dim() else value
 
 

@@ -31,7 +31,7 @@ from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.host_ranks import Transport
 from shardlight.strategies.engine.kept_units import KeepGathered
-from shardlight.strategies.engine.kernels import OptimizerKernel, why_not
+from shardlight.strategies.engine.kernels import MomentsDtype, OptimizerKernel, why_not_compiled, why_unknown
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
@@ -45,7 +45,7 @@ from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
-from shardlight.strategies.errors import GradientError
+from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer
@@ -63,7 +63,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
-        keep_gathered, keep_small, collectives, optimizer_kernel: see EngineOptions.
+        keep_gathered, keep_small, collectives, optimizer_kernel, moments_dtype: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -80,6 +80,7 @@ class Engine:
         keep_small: int = 0,
         collectives: Transport = "auto",
         optimizer_kernel: OptimizerKernel = "auto",
+        moments_dtype: MomentsDtype | None = None,
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -109,7 +110,8 @@ class Engine:
             model, blocks, self.weights.saving, self.weights.gather_module if plan.shard_parameters else None
         )
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
-        self.local_parameters = LocalParameters(self.table)
+        moments = None if moments_dtype is None else getattr(torch, moments_dtype)
+        self.local_parameters = LocalParameters(self.table, moments)
         self._optimizer_kernel: OptimizerKernel = optimizer_kernel
         self.stepping = False
         """`step` is under way."""
@@ -212,7 +214,11 @@ class Engine:
     # --- the step
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Gets an optimizer that was made on the full parameters ready. See shard_optimizer."""
+        """Gets an optimizer that was made on the full parameters ready. See shard_optimizer.
+
+        Raises: StrategyError: also where moments are to be kept in 16 bits, and its step is its own.
+        """
+        self._check_moments(optimizer)
         shard_optimizer(optimizer, self.local_parameters)
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
@@ -351,16 +357,36 @@ class Engine:
         return StepResult.STEPPED
 
     def why_no_kernel(self, optimizer: Optimizer) -> str | None:
-        """Returns why the optimizer's own arithmetic runs; None: a compiled op takes its step."""
+        """Returns why the optimizer's own arithmetic runs; None: ours takes its step, which is a compiled op.
+
+        Where moments are kept in 16 bits ours takes it with PyTorch's operations where nothing was compiled.
+        """
         if self.local_parameters.needs_whole(optimizer):
             return "it needs whole parameters"
-        return why_not(optimizer, self._optimizer_kernel, self.collectives.device)
+        why = why_unknown(optimizer, self._optimizer_kernel)
+        if why is not None or self.local_parameters.moments is not None:
+            return why
+        return why_not_compiled(optimizer, self.collectives.device)
+
+    def _check_moments(self, optimizer: Optimizer) -> None:
+        moments = self.local_parameters.moments
+        why = None if moments is None else self.why_no_kernel(optimizer)
+        if why is not None:
+            kept = str(moments).removeprefix("torch.")
+            raise StrategyError(
+                f"moments_dtype={kept}: {type(optimizer).__name__} takes its step itself ({why}), and keeps what it "
+                "likes. Leave moments_dtype out, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim, or Lion."
+            )
 
     def give_gradients(self, optimizer: Optimizer, used: list[int]) -> None:
-        """Gives an optimizer that is about to step its gradients, or lets an op take the step with them."""
+        """Gives an optimizer that is about to step its gradients, or lets an op take the step with them.
+
+        Raises: StrategyError: its step was known, and its moments in 16 bits, and it is its own now.
+        """
         if self.why_no_kernel(optimizer) is None:
             self.local_parameters.kernel_step(optimizer, used)
         else:
+            self._check_moments(optimizer)
             self.local_parameters.set_gradients(optimizer, used)
 
     def prepare_step(self, optimizer: Optimizer) -> list[int] | StepResult:

@@ -5,6 +5,7 @@ know no difference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -20,9 +21,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import optimizer as torch_optimizer
 
 OptimizerKernel = Literal["auto", "torch"]
+MomentsDtype = Literal["bfloat16"]
 Factors = tuple[float, float]
 Columns = tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[float]]
 """Parameters, gradients, states, numbers of the step."""
+_dtype_of = attrgetter("dtype")
 Takes = Callable[[Batch, dict[str, Any]], None]
 
 
@@ -115,15 +118,12 @@ _KINDS: dict[type[Optimizer], tuple[str, Callable[[Any, dict[str, Any]], Columns
 }
 
 
-def why_not(optimizer: Optimizer, kernel: OptimizerKernel, device: torch.device) -> str | None:
-    """Returns why the optimizer's own step runs; None: a compiled op takes it. For people, too."""
+def why_unknown(optimizer: Optimizer, kernel: OptimizerKernel) -> str | None:
+    """Returns why this optimizer's step is its own to take; None: its arithmetic is known here. For people, too."""
     if kernel == "torch":
         return "optimizer_kernel is torch"
     if type(optimizer) not in _KINDS:
         return f"there is no op for {type(optimizer).__name__}"
-    stem = _KINDS[type(optimizer)][0]
-    if not OPS[stem].native(device.type):
-        return OPS[stem].why_not("cuda" if device.type == "cuda" else "cpu") or "another device"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "it is differentiable or capturable"
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -132,12 +132,23 @@ def why_not(optimizer: Optimizer, kernel: OptimizerKernel, device: torch.device)
     return None
 
 
+def why_not_compiled(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Returns why PyTorch's operations compute a step whose arithmetic is known; None: compiled code does."""
+    op = OPS[_KINDS[type(optimizer)][0]]
+    if op.native(device.type):
+        return None
+    return op.why_not("cuda" if device.type == "cuda" else "cpu") or "another device"
+
+
 def _global_hooks() -> bool:
     return bool(torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
 
 
 def take_step(
-    optimizer: Optimizer, factors: Factors | None, held: Mapping[int, tuple[Factors | None, Tensor | None]]
+    optimizer: Optimizer,
+    factors: Factors | None,
+    held: Mapping[int, tuple[Factors | None, Tensor | None]],
+    moments: torch.dtype | None = None,
 ) -> None:
     """Steps what has a gradient in the optimizer's groups, which hold this rank's parts now, and takes it away.
 
@@ -145,11 +156,12 @@ def take_step(
         factors: what gradients are to be multiplied by, one after the other; None: nothing, or as `held` says.
         held: by id of a part: the same for its gradient, and where it is also written to, in another dtype. Empty where
             there is nothing to say.
+        moments: in which dtype the moments of fp32 parameters are kept; None: as the optimizer makes them.
     """
     _, columns_of, take = _KINDS[type(optimizer)]
     with torch.no_grad():
         for group in optimizer.param_groups:
-            params, grads, states, numbers = columns_of(optimizer, group)
+            params, grads, states, numbers = _columns(optimizer, group, columns_of, moments)
             if not params:
                 continue
             if not held:
@@ -163,6 +175,40 @@ def take_step(
                     take(_batch(group, mine[0], mine[1], mine[2:], at, some, copies), group)
             for param in params:
                 param.grad = None
+
+
+def _columns(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    columns_of: Callable[[Any, dict[str, Any]], Columns],
+    moments: torch.dtype | None,
+) -> Columns:
+    if moments is None or (type(optimizer) is SGD and not group["momentum"]):
+        return columns_of(optimizer, group)
+    if all(map(optimizer.state.get, group["params"])):
+        return _narrowed(optimizer, columns_of(optimizer, group), moments)
+    # One by one, so that no more than one parameter's moments are ever there as the optimizer makes them.
+    params, grads, states, numbers = [], [], [], []
+    for param in group["params"]:
+        found = _narrowed(optimizer, columns_of(optimizer, {**group, "params": [param]}), moments)
+        states = states or [[] for _ in found[2]]
+        for column, more in zip([params, grads, numbers, *states], [*found[:2], found[3], *found[2]], strict=True):
+            column.extend(more)
+    return params, grads, states, numbers
+
+
+def _narrowed(optimizer: Optimizer, columns: Columns, moments: torch.dtype) -> Columns:
+    params, _, states, _ = columns
+    for column in states:
+        # Mapped in C: after the first step there is nothing to do.
+        if torch.float32 not in set(map(_dtype_of, column)):
+            continue
+        for n, (param, wide) in enumerate(zip(params, column, strict=True)):
+            if param.dtype == wide.dtype == torch.float32:
+                kept = optimizer.state[param]
+                name = next(name for name, value in kept.items() if value is wide)
+                column[n] = kept[name] = wide.to(moments)
+    return columns
 
 
 def _batch(

@@ -34,10 +34,14 @@ class LocalParameters:
     Where optimizer state is replicated that is the parameter itself, or its master weights; else a 1-dim view of the
     shard, or nothing for a parameter of which this rank owns no element. For an optimizer that needs parameters whole
     it is the whole parameter, or nothing where another rank owns it.
+
+    Args:
+        moments: the dtype in which moments of fp32 parameters are kept; None: the parameter's.
     """
 
-    def __init__(self, table: UnitTable) -> None:
+    def __init__(self, table: UnitTable, moments: torch.dtype | None = None) -> None:
         self._table = table
+        self.moments = moments
         self.plan: StatePlan = table.plan
         self._parts: dict[int, nn.Parameter | None] = {}
         """By id of a parameter that another one stands in for: what the optimizer gets; made with the first step."""
@@ -81,6 +85,10 @@ class LocalParameters:
             return 0, 0
         piece = buffer.pieces.get(slot)
         return (0, 0) if piece is None else (piece.start, piece.stop)
+
+    def moment_dtype(self, mine: nn.Parameter) -> torch.dtype:
+        """Returns in which dtype a moment of what the optimizer gets for a parameter is kept."""
+        return self.moments if self.moments is not None and mine.dtype == torch.float32 else mine.dtype
 
     def numbers_of(self, optimizer: Optimizer) -> frozenset[int]:
         """Returns the numbers of the optimizer's parameters in the engine's order, as its groups are now.
@@ -130,7 +138,7 @@ class LocalParameters:
                 _, buffer, slot = self._table.places[number]
                 part = parts.get(id(parameters[number]), parameters[number])
                 held[id(part)] = buffer.factors, buffer.own_copy(slot) if buffer in copying else None
-        take_step(optimizer, factors.pop() if len(factors) == 1 else None, held)
+        take_step(optimizer, factors.pop() if len(factors) == 1 else None, held, self.moments)
         for buffer in copying:
             buffer.copied = True
 
