@@ -1,6 +1,5 @@
 """The `shardlight` command: parses, prints, and calls the framework. PyTorch is imported only by what needs it."""
 
-import atexit
 import contextlib
 import json
 import os
@@ -8,10 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -20,6 +18,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from shardlight.framework.bench.results import Result
+    from shardlight.framework.bench.rotation import Say
     from shardlight.framework.config import Loaded
     from shardlight.framework.world import World
 
@@ -52,6 +52,9 @@ Trust = Annotated[
     list[str] | None, typer.Option("--trust", metavar="PKG", help="Also take classes from this package; repeatable.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
+]
 Checkpoint = Annotated[str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to start from.")]
 
 
@@ -197,50 +200,31 @@ def bench_zero(
     profile: Annotated[
         Path | None, typer.Option("--profile", metavar="DIR", help="Also write traces of a few steps of ours there.")
     ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
-    ] = False,
+    strict: Strict = False,
 ) -> None:
     """The ZeRO strategies beside DDP, FSDP2 and DeepSpeed."""
-    from rich.console import Console
-    from shardlight.framework.bench import results, tables, zero
-    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+    from shardlight.framework.bench import zero
     from shardlight.framework.faults import suggest
 
     name = size or ("tiny" if quick else "small")
     if name not in zero.SIZES:
         _fail(f"--size {name}: no such size.{suggest(name, zero.SIZES)}")
-    peers = None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
-    console, progress = _wide_console(), Console(stderr=True)
+    peers = _names(against)
     if profile is not None:
         try:
             profile.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _fail(f"--profile {profile}: cannot make this folder ({error.strerror}).")
-    _make_folder_of(out)
-    try:
+
+    def run(say: "Say") -> "Result":
         missing = zero.choose(peers, quick)[1] if strict and peers else []
         if missing:
             _fail(f"--strict: {', '.join(missing)} is not installed: install it, or leave it out of --against.", 4)
-        result = zero.run(
-            zero.SIZES[name],
-            peers,
-            quick,
-            lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True),
-            traces=profile,
-        )
-    except BenchError as error:
-        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
-    for table in tables.tables(result):
-        console.print(table)
-    if out is not None:
-        result.write(out)
-    if profile is not None:
-        console.print(
-            f"Traces, one per contender and rank: {profile} (open them in ui.perfetto.dev or chrome://tracing)"
-        )
-    if strict:
-        raise typer.Exit(results.exit_code(result, peers or []))
+        return zero.run(zero.SIZES[name], peers, quick, say, traces=profile)
+
+    seen = "(open them in ui.perfetto.dev or chrome://tracing)"
+    after = "" if profile is None else f"Traces, one per contender and rank: {profile} {seen}"
+    _measure(run, "tables", out, strict, peers or [], after)
 
 
 @bench.command("collectives")
@@ -252,25 +236,9 @@ def bench_collectives(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if a bar falls short.")] = False,
 ) -> None:
     """The engine's collectives beside gloo's and beside plain copies."""
-    from rich.console import Console
-    from shardlight.framework.bench import collectives, results, tables
-    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+    from shardlight.framework.bench import collectives
 
-    progress = Console(stderr=True)
-    _make_folder_of(out)
-    try:
-        result = collectives.run(
-            ranks, quick, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True)
-        )
-    except BenchError as error:
-        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
-    console = _wide_console()
-    for table in tables.tables_of_collectives(result):
-        console.print(table)
-    if out is not None:
-        result.write(out)
-    if strict:
-        raise typer.Exit(results.exit_code(result, []))
+    _measure(lambda say: collectives.run(ranks, quick, say), "tables_of_collectives", out, strict, [])
 
 
 @bench.command("gpu")
@@ -283,23 +251,9 @@ def bench_gpu(
     ] = False,
 ) -> None:
     """Every check that needs a GPU: ops, strategies, memory and speed on one of them."""
-    from rich.console import Console
-    from shardlight.framework.bench import gpu, results, tables
-    from shardlight.framework.bench.crew import BenchError, BenchRequestError
+    from shardlight.framework.bench import gpu
 
-    progress = Console(stderr=True)
-    _make_folder_of(out)
-    try:
-        result = gpu.run(device, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True))
-    except BenchError as error:
-        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
-    console = _wide_console()
-    for table in tables.tables_of_gpu(result):
-        console.print(table)
-    if out is not None:
-        result.write(out)
-    if strict:
-        raise typer.Exit(results.exit_code(result, result.missing))
+    _measure(lambda say: gpu.run(device, say), "tables_of_gpu", out, strict, None)
 
 
 @bench.command("ops")
@@ -309,31 +263,48 @@ def bench_ops(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds, within a minute.")] = False,
     install: Annotated[bool, typer.Option("--install", help="Also build the package from its checkout.")] = False,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
-    ] = False,
+    strict: Strict = False,
 ) -> None:
     """Compiled optimizer steps beside PyTorch's, DeepSpeed's and plain traffic of memory."""
+    from shardlight.framework.bench import ops
+
+    peers = _names(against)
+    _measure(lambda say: ops.run(peers, quick, install, say), "tables_of_ops", out, strict, peers or [])
+
+
+def _names(against: str | None) -> list[str] | None:
+    return None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
+
+
+def _measure(
+    run: "Callable[[Say], Result]", shown: str, out: Path | None, strict: bool, named: list[str] | None, after: str = ""
+) -> None:
+    """Runs a benchmark and shows it; with `strict` the command's exit code says whether the bars hold.
+
+    Args:
+        shown: the function of tables.py that makes its tables.
+        named: peers that have to be there; None: whatever is missing counts.
+        after: a line below the tables.
+    """
     from rich.console import Console
-    from shardlight.framework.bench import ops, results, tables
+    from shardlight.framework.bench import results, tables
     from shardlight.framework.bench.crew import BenchError, BenchRequestError
 
-    peers = None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
     progress = Console(stderr=True)
     _make_folder_of(out)
     try:
-        result = ops.run(
-            peers, quick, install, lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True)
-        )
+        result = run(lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True))
     except BenchError as error:
         _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
     console = _wide_console()
-    for table in tables.tables_of_ops(result):
+    for table in getattr(tables, shown)(result):
         console.print(table)
     if out is not None:
         result.write(out)
+    if after:
+        console.print(after)
     if strict:
-        raise typer.Exit(results.exit_code(result, peers or []))
+        raise typer.Exit(results.exit_code(result, result.missing if named is None else named))
 
 
 def _make_folder_of(out: Path | None) -> None:
@@ -449,10 +420,7 @@ def _run_dir(loaded: "Loaded", dry_run: bool) -> Iterator[Path]:
 
 
 def _last_line(run_dir: Path, dry_run: bool) -> None:
-    if dry_run:
-        typer.echo("Dry run: everything is ready for the first step.")
-    else:
-        typer.echo(f"Run folder: {run_dir}")
+    typer.echo("Dry run: everything is ready for the first step." if dry_run else f"Run folder: {run_dir}")
 
 
 def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, debug: bool) -> int:
@@ -501,7 +469,7 @@ def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *,
 
 def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], dry_run: bool) -> None:
     """One rank under our supervisor: a failure is left as a report, which the supervisor shows."""
-    from shardlight.framework.report import mark_done, write_report
+    from shardlight.framework.report import leave_well, mark_done, write_report
 
     try:
         from shardlight.framework.assemble import quiet, run_rank
@@ -520,18 +488,7 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
         # Not sys.exit: threads and process groups of a failed run may never come to an end.
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1)
     mark_done()
-    _leave_well()
-
-
-def _leave_well() -> None:
-    """Ends a worker that has done its work, without the teardown of native libraries, whose threads can abort it."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_well()
 
 
 def main() -> None:

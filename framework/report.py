@@ -1,13 +1,16 @@
-"""What a worker leaves behind when it fails, and how the supervisor tells the cause from its consequences.
+"""What a worker leaves behind when it ends or fails, and how the supervisor tells the cause from its consequences.
 
 A worker writes its exception as JSON into a folder the supervisor gave it, before anything that may hang (process
 groups, loaders) is torn down. One rank's error makes its peers fail too, a moment later and with errors of their
 own about lost connections: those are consequences, and the supervisor shows them after the cause.
 """
 
+import atexit
 import json
 import os
 import re
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -116,3 +119,14 @@ def read_report(folder: Path, rank: int) -> Report | None:
 def cause_of(reports: Iterable[Report]) -> Report:
     """The earliest failure that is not a consequence, else the earliest."""
     return min(reports, key=lambda report: (report.consequence, report.time_s, report.rank))
+
+
+def leave_well() -> None:
+    """Ends a worker that has done its work, without the teardown of native libraries, whose threads can abort it."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
