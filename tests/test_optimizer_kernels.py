@@ -128,9 +128,58 @@ def check_all(rank, world):
 
 
 @needs_native
+@pytest.mark.case("C034")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_optimizer_gives_the_numbers_of_one_process_and_the_state_of_its_own_step(world_size):
     run_ranks(check_all, world_size, timeout_s=200)
+
+
+class Complex(nn.Module):
+    """A complex parameter whose gradient is 2 z, and one of no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.z = nn.Parameter(torch.tensor([1 + 1j, 0.5 - 2j], dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.empty(0, dtype=torch.complex64))
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self):
+        return self.z.abs().square().sum() + self.empty.abs().sum() + self.linear(self.z.abs()).square().sum()
+
+
+def check_complex(rank, world):
+    for name, make in OPTIMIZERS.items():
+        if name == "lion":
+            continue  # PyTorch has no sign of a complex number
+        same = build(Complex, None)
+        plain = make(same.parameters())
+        for _ in range(STEPS):
+            same().backward()
+            plain.step()
+            plain.zero_grad()
+        for plan in plans(world):
+            model = build(Complex, None)
+            optimizer = make(model.parameters())
+            engine = Engine(model, PLANS[plan], group(world))
+            engine.take_optimizer(optimizer)
+            assert engine.why_no_kernel(optimizer) is None
+            for _ in range(STEPS):
+                with engine.forward():
+                    loss = model()
+                engine.backward(loss)
+                engine.step(optimizer)
+            with engine.gathered():
+                for (key, found), want in zip(model.named_parameters(), same.parameters(), strict=True):
+                    torch.testing.assert_close(
+                        found.data, want.data, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{name} {plan} {k} {m}"
+                    )
+
+
+@needs_native
+@pytest.mark.case("C088")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_complex_parameters_get_torchs_numbers(world_size):
+    run_ranks(check_complex, world_size)
 
 
 def check_copies(rank, world):
