@@ -116,7 +116,7 @@ def check_engine(rank, world):
     assert {v.dtype for _, v in moments_of(optimizer)} == ({BF16} if rank == 0 else set()), "of fp32 masters"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_moments_in_bf16_are_those_of_a_plain_step_rounded(world_size):
     run_ranks(check_engine, world_size, timeout_s=200)
 

@@ -177,7 +177,7 @@ def check_complex(rank, world):
 
 @needs_native
 @pytest.mark.case("C088")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_complex_parameters_get_torchs_numbers(world_size):
     run_ranks(check_complex, world_size)
 
