@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -167,7 +168,7 @@ def check_refusals(rank, world_size, folder):
             want.loss(batch(1, 0)).backward()
             want.optimizer().step()
             assert trainer.global_step == 2 and trainer.strategy.skipped_steps == 0, where
-            assert all(torch.equal(a, b) for a, b in zip(weights, want.parameters(), strict=True)), where
+            assert all(map(partial(torch.allclose, rtol=1e-12), weights, want.parameters())), where
         trainer, weights = fit(NoOptimizer, strategy, rank, world_size, folder)
         assert all(torch.equal(a, b) for a, b in zip(weights, NoOptimizer().parameters(), strict=True)), where
         with pytest.raises(StrategyError, match=f"LBFGS cannot run under {strategy}: it evaluates the loss several"):
