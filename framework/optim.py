@@ -3,6 +3,7 @@
 No torch in here, so that a config can be checked without importing it; the objects are built in `build_optim.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -30,14 +31,14 @@ def _from_0_to_1(value: float) -> bool:
     return 0 <= value < 1
 
 
-_AT_LEAST_0: tuple[Callable[[Any], bool], str] = (lambda value: value >= 0, "at least 0")
+_AT_LEAST_0: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < math.inf, "at least 0, and finite")
 _DECAY_RATE: tuple[Callable[[Any], bool], str] = (_from_0_to_1, "from 0 up to but not including 1")
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": _AT_LEAST_0,
     "eps": _AT_LEAST_0,
     "lr_decay": _AT_LEAST_0,
     "adamw_lr": _AT_LEAST_0,
-    "weight_decay": (_AT_LEAST_0[0], "at least 0, or null for the default"),
+    "weight_decay": (_AT_LEAST_0[0], "at least 0 and finite, or null for the default"),
     "betas": (
         lambda betas: len(betas) == 2 and all(map(_from_0_to_1, betas)),
         "two numbers from 0 up to but not including 1",

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib.machinery
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,8 @@ def why_not(device: Device = "cpu") -> str | None:
     path = library(device)
     if path is None:
         return f"it was not built: {_MEND[device]}"
+    if _is_cut_short(path):
+        return f"it is not whole: {_MEND[device]}"
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
@@ -61,6 +64,18 @@ def why_not(device: Device = "cpu") -> str | None:
     if not hasattr(found, "ops_abi") or found.ops_abi() != ABI:
         return f"it is of another version: {_MEND[device]}"
     return None
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether a library's file ends before what its header says: loading it would end the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
+        return False  # another system's, or nothing that can be loaded
+    (sections,) = struct.unpack_from("<Q", header, 0x28)
+    width, count = struct.unpack_from("<HH", header, 0x3A)
+    return sections + width * count > size
 
 
 def why_not_shared() -> str | None:

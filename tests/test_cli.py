@@ -18,7 +18,7 @@ from shardlight.framework.assemble import make_run_dir
 from shardlight.framework.config import load_config
 from shardlight.framework.schema import TrainerConfig
 from shardlight.framework.world import World, adopt_slurm, check_world, find_world
-from shardlight.ops.built import OPS_VARIABLE, why_not
+from shardlight.ops.built import OPS_VARIABLE, library, why_not
 from shardlight.strategies.errors import LaunchError
 from test_config import OPTIONS
 from typer.testing import CliRunner
@@ -103,7 +103,7 @@ import sys
 from pathlib import Path
 from shardlight.cli import main
 from shardlight.ops import built, registry
-files = {"missing": None, "broken": Path("/dev/null")}
+files = {"missing": None, "broken": Path("/dev/null"), "cut short": Path("cut.so")}
 how = sys.argv[1]
 if how in files:
     built.library = registry.library = lambda device="cpu": files[how]
@@ -132,6 +132,8 @@ def test_ops_tells_what_is_used_and_why_without_torch(tmp_path, monkeypatch):
     assert "run 'shardlight ops build'" in missing["lion"]["why"]
     assert broken["sgd"]["CPU"] == "built" and "cannot be loaded" in broken["sgd"]["why"]
     if why_not() is None:
+        Path("cut.so").write_bytes(library().read_bytes()[:400_000])
+        assert "CPU: it is not whole: install" in found("cut short")["adam"]["why"]
         assert found("as it is")["rmsprop"]["chosen"].startswith("CPU: native")
 
 

@@ -1,5 +1,6 @@
 """Ways of using weights inside a step: each gives the numbers of the plain loop under every strategy."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 
@@ -436,3 +437,19 @@ def train_with_emptiness(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_unit_of_an_empty_parameter_trains(world_size):
     run_ranks(train_with_emptiness, world_size)
+
+
+def test_a_model_under_an_engine_can_be_pickled_where_its_weights_are_there():
+    for plan in ("single", "zero1", "zero2"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        engine = Engine(model, PLANS[plan])
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.take_optimizer(optimizer)
+        with engine.forward():
+            loss = model(torch.ones(4, 8)).square().mean()
+        engine.backward(loss)
+        engine.step(optimizer)
+        found = pickle.loads(pickle.dumps(model))
+        assert torch.equal(found(torch.ones(1, 8)), model(torch.ones(1, 8)))
+        found(torch.ones(1, 8)).sum().backward()
+        assert found[0].weight.grad is not None, "it is a plain model"

@@ -51,6 +51,10 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 
 
+def _no_engine() -> None:
+    """What an engine is once it was pickled."""
+
+
 class Engine:
     """Owns the sharded state of one model.
 
@@ -126,6 +130,10 @@ class Engine:
         self.open_window = self.gradients.open_window
         self.close_window = self.gradients.close_window
         self.gradient = self.gradients.gradient
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Parameters know their engine. What is pickled of a model are its weights; who loads them has no engine.
+        return _no_engine, ()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
