@@ -1,7 +1,6 @@
 """Adagrad (Duchi, Hazan & Singer 2011), as torch.optim computes it."""
 
-import torch
-from shardlight.ops.steps import Batch, take_step
+from shardlight.ops.steps import Batch, step_operator, take_step
 from torch import Tensor
 
 
@@ -19,7 +18,7 @@ def adagrad_step(batch: Batch, *, lr: float, lr_decay: float, weight_decay: floa
     take_step("adagrad", batch, (lr, lr_decay, weight_decay, eps), reference)
 
 
-@torch.library.custom_op("shardlight::adagrad_step", mutates_args=("params", "sums", "copies"))
+@step_operator("adagrad_step", mutates=("params", "sums", "copies"))
 def adagrad_op(
     params: list[Tensor],
     grads: list[Tensor],
@@ -38,8 +37,3 @@ def adagrad_op(
         params=params, grads=grads, states=(sums,), numbers=numbers, scale=scale, clip=clip, copies=copies or None
     )
     adagrad_step(batch, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-
-
-@adagrad_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None

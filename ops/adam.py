@@ -3,7 +3,7 @@ Algorithm 2), as torch.optim computes them.
 """
 
 import torch
-from shardlight.ops.steps import Batch, take_step
+from shardlight.ops.steps import Batch, step_operator, take_step
 from torch import Tensor
 
 
@@ -39,9 +39,7 @@ def adam_step(
     take_step("adam", batch, (lr, *betas, eps, weight_decay, float(decoupled)), reference)
 
 
-@torch.library.custom_op(
-    "shardlight::adam_step", mutates_args=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies")
-)
+@step_operator("adam_step", mutates=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "copies"))
 def adam_op(
     params: list[Tensor],
     grads: list[Tensor],
@@ -65,8 +63,3 @@ def adam_op(
         params=params, grads=grads, states=states, numbers=numbers, scale=scale, clip=clip, copies=copies or None
     )
     adam_step(batch, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, decoupled=decoupled)
-
-
-@adam_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from shardlight.ops.steps import Batch, take_step
+from shardlight.ops.steps import Batch, step_operator, take_step
 from torch import Tensor
 
 
@@ -23,7 +23,7 @@ def lion_step(batch: Batch, *, lr: float, betas: tuple[float, float], weight_dec
     take_step("lion", batch, (lr, *betas, weight_decay), reference)
 
 
-@torch.library.custom_op("shardlight::lion_step", mutates_args=("params", "momenta", "copies"))
+@step_operator("lion_step", mutates=("params", "momenta", "copies"))
 def lion_op(
     params: list[Tensor],
     grads: list[Tensor],
@@ -42,11 +42,6 @@ def lion_op(
         params=params, grads=grads, states=(momenta,), numbers=numbers, scale=scale, clip=clip, copies=copies or None
     )
     lion_step(batch, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay)
-
-
-@lion_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
 
 
 class Lion(torch.optim.Optimizer):

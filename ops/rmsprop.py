@@ -1,7 +1,6 @@
 """RMSprop (Hinton 2012; centred: Graves 2013, arXiv 1308.0850), as torch.optim computes it."""
 
-import torch
-from shardlight.ops.steps import Batch, take_step
+from shardlight.ops.steps import Batch, step_operator, take_step
 from torch import Tensor
 
 
@@ -32,7 +31,7 @@ def rmsprop_step(batch: Batch, *, lr: float, alpha: float, eps: float, weight_de
     take_step("rmsprop", batch, (lr, alpha, eps, weight_decay, momentum), reference)
 
 
-@torch.library.custom_op("shardlight::rmsprop_step", mutates_args=("params", "squares", "buffers", "means", "copies"))
+@step_operator("rmsprop_step", mutates=("params", "squares", "buffers", "means", "copies"))
 def rmsprop_op(
     params: list[Tensor],
     grads: list[Tensor],
@@ -60,8 +59,3 @@ def rmsprop_op(
         copies=copies or None,
     )
     rmsprop_step(batch, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-
-
-@rmsprop_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None

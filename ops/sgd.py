@@ -1,7 +1,6 @@
 """SGD with momentum, dampening and Nesterov's momentum, as torch.optim computes it."""
 
-import torch
-from shardlight.ops.steps import Batch, take_step
+from shardlight.ops.steps import Batch, step_operator, take_step
 from torch import Tensor
 
 
@@ -29,7 +28,7 @@ def sgd_step(
     take_step("sgd", batch, (lr, momentum, dampening, weight_decay, float(nesterov)), reference)
 
 
-@torch.library.custom_op("shardlight::sgd_step", mutates_args=("params", "buffers", "copies"))
+@step_operator("sgd_step", mutates=("params", "buffers", "copies"))
 def sgd_op(
     params: list[Tensor],
     grads: list[Tensor],
@@ -55,8 +54,3 @@ def sgd_op(
         copies=copies or None,
     )
     sgd_step(batch, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
-
-
-@sgd_op.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None

@@ -9,11 +9,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from shardlight.ops.native import FLOATING, NUMBER_OF, Step, check, current, loaded, pointers, stream_of
 from shardlight.ops.registry import OPS
-from torch import Tensor
+from torch import Tensor, library
 
 MAX_STATES = 3
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
@@ -42,6 +43,17 @@ class Batch:
     scale: float = 1.0
     clip: float = 1.0
     copies: Sequence[Tensor | None] | None = None
+
+
+def step_operator(name: str, mutates: Sequence[str]) -> Callable[[Callable[..., None]], Any]:
+    """Makes a function an operator of PyTorch that writes to its arguments of these names and returns nothing."""
+
+    def made(function: Callable[..., None]) -> Any:
+        operator = library.custom_op(f"shardlight::{name}", function, mutates_args=mutates)
+        operator.register_fake(lambda *args, **kwargs: None)
+        return operator
+
+    return made
 
 
 def take_step(stem: str, batch: Batch, options: Sequence[float], reference: Reference) -> None:

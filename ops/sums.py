@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from shardlight.ops.native import FLOATING, NUMBER_OF, check, current, loaded, pointers, stream_of
 from shardlight.ops.registry import OPS
-from torch import Tensor
+from torch import Tensor, library
 
 CHUNK = 1024
 """Elements per partial sum of `square_sums`; every shard of a flat buffer is a multiple of it."""
@@ -177,7 +177,7 @@ def real_view(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-@torch.library.custom_op("shardlight::square_sums", mutates_args=())
+@library.custom_op("shardlight::square_sums", mutates_args=())
 def square_sums_op(flat: Tensor, chunk: int, scale: float = 1.0, clip: float = 1.0) -> tuple[Tensor, Tensor]:
     """`square_sums` as an operator of PyTorch; the count is a 0-dim int64 tensor."""
     sums, bad = square_sums(flat, chunk, scale, clip)
@@ -190,7 +190,7 @@ def _(flat: Tensor, chunk: int, scale: float = 1.0, clip: float = 1.0) -> tuple[
     return sums, flat.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("shardlight::scale_", mutates_args=("flat",))
+@library.custom_op("shardlight::scale_", mutates_args=("flat",))
 def scale_op(flat: Tensor, scale: float) -> Tensor:
     """`scale_and_check` as an operator of PyTorch; whether all is finite is a 0-dim bool tensor."""
     return torch.tensor(scale_and_check(flat, scale), device=flat.device)
@@ -201,7 +201,7 @@ def _(flat: Tensor, scale: float) -> Tensor:
     return flat.new_empty((), dtype=torch.bool)
 
 
-@torch.library.custom_op("shardlight::cast", mutates_args=())
+@library.custom_op("shardlight::cast", mutates_args=())
 def cast_op(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """`cast` into new memory, as an operator of PyTorch."""
     return cast(flat, torch.empty_like(flat, dtype=dtype, memory_format=torch.contiguous_format))
@@ -212,7 +212,7 @@ def _(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(flat, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("shardlight::sum_in_rank_order", mutates_args=("out",))
+@library.custom_op("shardlight::sum_in_rank_order", mutates_args=("out",))
 def sum_op(parts: list[Tensor], out: Tensor, add: bool = False) -> None:
     """`sum_in_rank_order` as an operator of PyTorch; `out` is none of the parts."""
     sum_in_rank_order(parts, out, add)

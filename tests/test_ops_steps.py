@@ -11,6 +11,7 @@ from shardlight.ops.lion import Lion, lion_step
 from shardlight.ops.rmsprop import rmsprop_step
 from shardlight.ops.sgd import sgd_step
 from shardlight.ops.steps import Batch
+from torch import library
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 LENGTHS = [*range(70), 127, 255, 257, 1023, 1024, 1025, 2049]
@@ -281,7 +282,7 @@ def test_steps_are_operators_of_pytorch(name, device):
         return [[torch.full((5,), v, device=device) for v in values] for values in lists]
 
     plain = arguments()
-    torch.library.opcheck(operator, (*plain, [1.0], *options))
+    library.opcheck(operator, (*plain, [1.0], *options))
     plain, compiled = arguments(), arguments()
     operator(*plain, [1.0], *options)
     torch.compile(lambda lists: operator(*lists, [1.0], *options), backend="aot_eager", fullgraph=True)(compiled)
