@@ -12,7 +12,7 @@ from typing import Literal
 OPS_VARIABLE = "SHARDLIGHT_OPS"
 """`auto` or unset: compiled code where it is there. `reference`: never. `native`: an error where it is missing."""
 CHOICES = ("auto", "native", "reference")
-ABI = 1
+ABI = 2
 """As `kAbi` in csrc/numbers.h: what the functions take."""
 Device = Literal["cpu", "cuda"]
 

@@ -53,6 +53,7 @@ OPS = {
         Op(stem="rmsprop", what="RMSprop: the same"),
         Op(stem="lion", what="Lion: the same"),
         Op(stem="sums", what="sums over ranks, squares with a count of what is not finite, scaling, casts"),
+        Op(stem="crc32", what="CRC-32 of memory, else zlib's", devices=("cpu",)),
         Op(stem="host_collectives", what="collectives of a host's ranks, else gloo", devices=("cpu",)),
     )
 }

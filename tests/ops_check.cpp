@@ -1,4 +1,4 @@
-// Runs every step and every sum of csrc/cpu over sizes, dtypes and thread counts, each buffer exactly as large as it has
+// Runs every step, every sum and every way to a CRC-32 of csrc/cpu over sizes, dtypes and thread counts, each buffer exactly as large as it has
 // to be, and prints a hash of all that they write; for sanitizers, and to compare processors.
 
 #include <cstdio>
@@ -19,6 +19,8 @@ int64_t ops_square_sums(const void*, int, int64_t, int64_t, double, double, doub
 int64_t ops_scale(void*, int, int64_t, double, int);
 int ops_cast(const void*, int, void*, int, int64_t, int);
 int ops_sum(const void* const*, int, int, void*, int, int64_t, int, int);
+int ops_crc32_ways();
+int ops_crc32(const void*, int64_t, int64_t, uint32_t, uint32_t*, int, int);
 void ops_traffic(float*, const void*, float*, float*, uint16_t*, int64_t, int);
 }
 
@@ -123,13 +125,38 @@ void sums(int threads) {
     }
 }
 
+// Bit by bit, as the CRC is defined.
+uint32_t crc_of(const unsigned char* at, size_t n) {
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < n; ++i)
+        for (int bit = 0; bit < 8; ++bit) crc = (crc ^ at[i] >> bit) & 1 ? crc >> 1 ^ 0xEDB88320 : crc >> 1;
+    return ~crc;
+}
+
+void crcs(int threads) {
+    for (int64_t n = 0; n < 1200; n += n < 400 ? 1 : 37) {
+        Numbers bytes(BF16, n / 2 + 1);
+        for (int64_t chunk : {n + 1, int64_t(300), int64_t(64)}) {
+            std::vector<uint32_t> found(size_t((n + chunk - 1) / chunk));
+            for (int way = 0; way <= ops_crc32_ways(); ++way) {
+                check(ops_crc32(bytes.at, n, chunk, 0, found.data(), way, threads) == 0, "no way");
+                for (size_t c = 0; c < found.size(); ++c) {
+                    const int64_t first = int64_t(c) * chunk, length = n - first < chunk ? n - first : chunk;
+                    check(found[c] == crc_of(bytes.at + first, size_t(length)), "not the CRC-32");
+                }
+            }
+            note(found.data(), found.size() * 4);
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     uint64_t first = 0;
     for (int threads : {1, 2, 3}) {
         hash = 1469598103934665603u, state = 1;
-        steps(threads), sums(threads);
+        steps(threads), sums(threads), crcs(threads);
         first = threads == 1 ? hash : first;
         check(hash == first, "threads change bits");
     }

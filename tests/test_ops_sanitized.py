@@ -1,4 +1,4 @@
-"""Every step and sum of the CPU library under the compiler's sanitizers, and compiled for one processor each."""
+"""Every step, sum and CRC of the CPU library under the compiler's sanitizers, and compiled for one processor each."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def output_of(program, *flags):
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_steps_and_sums_are_clean(tmp_path, sanitizer):
+def test_steps_sums_and_crcs_are_clean(tmp_path, sanitizer):
     output_of(tmp_path / "check", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
 
 
