@@ -1,17 +1,18 @@
 """How a strategy writes and reads checkpoints: folders, each rank its own pieces."""
 
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
-from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.disk import remove_folder
 from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.random_state import EpochRandomness
@@ -26,6 +27,8 @@ class Saving(RankCalls):
     engine: Engine
     _reader: CheckpointReader | None
     _randomness: EpochRandomness
+    run_config: Mapping[str, Any] | None = None
+    """The resolved config of the run as plain data, which checkpoints keep; None: it has none."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict; sharded parameters are in it as themselves, not as values."""
@@ -52,7 +55,7 @@ class Saving(RankCalls):
         try:
             if self._engine is None and self.interrupted:
                 raise CollectiveError("The error came before anything was sharded.")
-            trainer_state.save(self.engine, optimizers, checkpoint, self._randomness.state(), path)
+            trainer_state.save(self.engine, optimizers, checkpoint, self._randomness.state(), path, self.run_config)
         except CollectiveError as error:
             if not self.interrupted:
                 raise
@@ -64,9 +67,11 @@ class Saving(RankCalls):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.
 
-        Raises: CheckpointError: not a complete checkpoint folder.
+        Every byte that will be read is compared with its checksum first, on all ranks together. Collective.
+
+        Raises: CheckpointError: on every rank: not a complete checkpoint folder, or it is damaged.
         """
-        self._reader = CheckpointReader(checkpoint_path)
+        self._reader = self._open_together(checkpoint_path)
         checkpoint = trainer_state.load_trainer(self._reader)
         aliases = self._reader.content.get("aliases", {})
         checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
@@ -74,6 +79,19 @@ class Saving(RankCalls):
         if self._reader.content.get("optimizers") is not None:
             checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
         return checkpoint
+
+    def _open_together(self, path: Any) -> CheckpointReader:
+        assert self.lightning_module is not None
+        reader, fault = None, ""
+        try:
+            reader = CheckpointReader(path)
+        except CheckpointError as error:
+            fault = str(error)
+        trainer_state.agree(self._engine, fault, "load_checkpoint")
+        assert reader is not None
+        evaluating = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
+        trainer_state.verify_together(self._engine, reader, evaluating)
+        return reader
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Reads this rank's pieces of the weights. Names dropped by `on_load_checkpoint` stay as they are."""
@@ -85,8 +103,12 @@ class Saving(RankCalls):
         """Reads this rank's part of each optimizer's state, and takes up its random state."""
         assert self._reader is not None
         self._restore_finetuning_groups()
-        for index, optimizer in enumerate(self.optimizers):
-            trainer_state.load_optimizer(self.engine, self._reader, index, _inner(optimizer))
+        optimizers = [_inner(o) for o in self.optimizers]
+        fresh, unused = trainer_state.load_optimizers(self.engine, self._reader, optimizers)
+        if fresh:
+            rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
+        if unused:
+            rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
         saved_by = int(self._reader.content["world_size"])
         if saved_by != self.world_size:
             rank_zero_warn(
@@ -109,15 +131,20 @@ class Saving(RankCalls):
         """Removes a checkpoint folder (rank 0)."""
         if self.is_global_zero:
             path = Path(os.fspath(filepath))
-            if path.is_symlink() or path.is_file():
+            if path.is_file():
                 path.unlink()
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)
 
 
 def _plain_state(module: nn.Module | None) -> dict[str, Any]:
     assert module is not None
     return module.state_dict(keep_vars=True)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{n}'" for n in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _inner(optimizer: Any) -> Optimizer:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from shardlight.strategies import STRATEGIES
 from shardlight.strategies.checkpoint import export_safetensors
 from shardlight.strategies.checkpoint.codec import decode, encode
-from shardlight.strategies.checkpoint.directory import MANIFEST, CheckpointReader
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
 from torch import nn
@@ -261,30 +261,3 @@ def test_what_is_not_plain_is_refused_by_name():
         decode({"__kind__": "code", "value": "x"}, {})
     with pytest.raises(CheckpointError, match="the tensor 'gone' is missing"):
         decode({"__kind__": "tensor", "value": "gone"}, {})
-
-
-@pytest.mark.parametrize(
-    "content,message",
-    [
-        (None, "it has no manifest.json"),
-        ("{", "cannot be read"),
-        ("[]", "is not a manifest of shardlight-checkpoint version 1"),
-        ('{"format": "shardlight-checkpoint", "version": 2}', "is not a manifest"),
-        ('{"format": "shardlight-checkpoint", "version": 1, "pieces": [{}]}', "a piece of the manifest cannot be read"),
-        (
-            '{"format": "shardlight-checkpoint", "version": 1, "pieces": [{"name": "model/w", "shape": [2], "start": 0, '
-            '"stop": 2, "file": "../x", "key": "w"}]}',
-            "a file must be in the checkpoint's folder",
-        ),
-        (
-            '{"format": "shardlight-checkpoint", "version": 1, "pieces": [{"name": "model/w", "shape": [2], "start": -1, '
-            '"stop": 2, "file": "x", "key": "w"}]}',
-            r"range \[-1, 2\) is outside shape \(2,\)",
-        ),
-    ],
-)
-def test_a_manifest_that_is_no_manifest_is_refused(content, message, tmp_path):
-    if content is not None:
-        (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(CheckpointError, match=message):
-        CheckpointReader(tmp_path)

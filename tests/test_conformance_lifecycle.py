@@ -10,7 +10,7 @@ import torch
 from harness import run_ranks
 from lightning.pytorch import callbacks as lightning_callbacks
 from shardlight.strategies import STRATEGIES
-from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.errors import CollectiveError, StrategyError
 from test_cases_training import batches, strategies
 from test_lightning_fit import make_trainer

@@ -10,7 +10,7 @@ from harness import run_ranks
 from hf import batch, checkpointed, llama, old_names, tolerance_of, transformers
 from loops import check_equal, group
 from shardlight.strategies import ZeRO3
-from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
 from shardlight.strategies.engine.unit import Unit

@@ -15,7 +15,7 @@ from models import OPTIMIZERS, OddMLP, TinyGPT, reference, token_batch, token_lo
 from shardlight.ops.lamb import Lamb
 from shardlight.ops.muon_adamw import MuonAdamW
 from shardlight.strategies.checkpoint import trainer_state
-from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine import whole
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.dtypes import DtypePolicy
@@ -380,7 +380,7 @@ def run_from(rank, world_size, folder, runs):
             reader = CheckpointReader(f"{folder}/{source}")
             state = model.state_dict(keep_vars=True)
             trainer_state.load_model(engine, reader, state, list(state), True)
-            trainer_state.load_optimizer(engine, reader, 0, opt)
+            trainer_state.load_optimizers(engine, reader, [opt])
         for step in range(first, 4):
             step_of_all(model, opt, engine, step, rank, world_size)
             if step == saves:

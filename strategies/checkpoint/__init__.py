@@ -1,5 +1,7 @@
-"""Checkpoints: a directory of safetensors files and one JSON manifest, written last; nothing in it can run code."""
+"""Checkpoints: a folder of safetensors files and one JSON manifest, written last; nothing in it can run code."""
 
-from shardlight.strategies.checkpoint.export import export_safetensors
+from shardlight.strategies.lazy_names import serve
 
 __all__ = ["export_safetensors"]
+
+__getattr__ = serve(__name__, {"export_safetensors": "export"})

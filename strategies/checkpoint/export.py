@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from safetensors.torch import save_file
-from shardlight.strategies.checkpoint.directory import CheckpointReader
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.errors import CheckpointError
 
 

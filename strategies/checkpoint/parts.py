@@ -6,7 +6,8 @@ such as `ema/NAME`, and reads ranges of them in `on_load_checkpoint` from the `S
 
 from dataclasses import dataclass
 
-from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter
+from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.checkpoint.writer import RankWriter
 from torch import Tensor
 
 SHARDED = "sharded"

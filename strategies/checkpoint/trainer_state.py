@@ -1,16 +1,21 @@
-"""Between a running engine with its optimizers and a checkpoint directory."""
+"""Between a running engine with its optimizers and the folder of a checkpoint."""
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
-from shardlight.strategies.checkpoint.directory import CheckpointReader, RankWriter, publish, write_manifest
+from shardlight.strategies.checkpoint.disk import publish, remove_folder, sync_folder, write_file
+from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
+from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import SavedModel, compare, write
+from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
@@ -23,12 +28,14 @@ def save(
     checkpoint: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     path: Path,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a checkpoint folder: each rank the pieces it owns, then rank 0 the manifest. Collective.
 
     Args:
         checkpoint: the Trainer's dict; `state_dict` holds the engine's parameters themselves and other tensors.
         rank_state: plain data that each rank keeps for itself.
+        config: the resolved config of the run, if it has one.
     Raises: CheckpointError: on every rank, when any rank could not write; what was at `path` before is untouched.
     """
     rank = engine.collectives.rank
@@ -38,18 +45,27 @@ def save(
 
     def prepare() -> None:
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             folder.mkdir(parents=True)
-
-    _together(engine, path, prepare)
-    parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
 
     def finish() -> None:
         if rank == 0:
-            write_manifest(folder, _merge(parts))
+            content = {**_merge(parts), **_about(engine, checkpoint, config)}
+            files = [part["file"] for part in parts]
+            stored = Manifest(content, files, _join([t for part in parts for t in part["tensors"]]))
+            write_file(folder / MANIFEST, stored.to_bytes())
+            sync_folder(folder)
             publish(folder, path)
 
-    _together(engine, path, finish)
+    try:
+        _together(engine, path, prepare)
+        parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
+        _together(engine, path, finish)
+    except CheckpointError:
+        if rank == 0:
+            # What is left of a full disk is needed for the next one.
+            _try_to(lambda: remove_folder(folder))
+        raise
 
 
 def _together(engine: Engine, path: Path, work: Callable[[], Any]) -> list[Any]:
@@ -66,6 +82,13 @@ def _together(engine: Engine, path: Path, work: Callable[[], Any]) -> list[Any]:
     return [r for r, _ in everyone]
 
 
+def _try_to(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except OSError:
+        return
+
+
 def _write_rank(
     engine: Engine,
     optimizers: Sequence[Optimizer],
@@ -73,28 +96,30 @@ def _write_rank(
     rank_state: Mapping[str, Any],
     folder: Path,
 ) -> dict[str, Any]:
-    writer = RankWriter(engine.collectives.rank)
+    rank = engine.collectives.rank
+    writer = RankWriter(rank)
     tensors: dict[str, Tensor] = {}
-    content: dict[str, Any] = {"rank": encode(rank_state, f"rank/{engine.collectives.rank}", tensors)}
+    content: dict[str, Any] = {"rank": encode(rank_state, f"rank/{rank}", tensors)}
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
-        content["optimizers"] = [_add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
+        content["optimizers"] = [add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
     if engine.writes_pieces:
-        add_parts(checkpoint.get(SHARDED, {}), writer, engine.collectives.rank)
-    if engine.collectives.rank == 0:
+        add_parts(checkpoint.get(SHARDED, {}), writer, rank)
+    if rank == 0:
         plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", SHARDED)}
         content["trainer"] = encode(plain, "trainer", tensors)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
-    writer.write(folder)
-    content["pieces"] = [vars(p) for p in writer.pieces]
+    content["file"], content["tensors"] = writer.write(folder)
     return content
 
 
 def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> dict[str, str]:
-    """Writes this rank's pieces; returns the names that share another name's parameter."""
+    """Adds this rank's pieces; returns the names that share another name's parameter."""
     first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
+    ranks = engine.collectives
+    replicated = 0
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"state_dict['{name}'] is a {type(value).__name__}, not a tensor.")
@@ -103,84 +128,92 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
             continue
         first_name[id(value)] = name
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
-        if piece is not None:
-            start, part = piece
-            if (part.numel() and engine.writes_pieces) or (value.numel() == 0 and engine.collectives.rank == 0):
+        if piece is not None and value.numel():
+            start, part = engine.replica_share(*piece)
+            if part.numel():
                 writer.add(f"model/{name}", part, engine.full_shape(value), start)
-        elif engine.collectives.rank == 0:
-            writer.add(f"model/{name}", value)
+        else:
+            # The same on all ranks, which take turns.
+            if replicated % ranks.world_size == ranks.rank and piece is not None:
+                writer.add(f"model/{name}", piece[1], engine.full_shape(value))
+            elif replicated % ranks.world_size == ranks.rank:
+                writer.add(f"model/{name}", value)
+            replicated += 1
     return aliases
 
 
-def _add_optimizer(engine: Engine, index: int, optimizer: Optimizer, writer: RankWriter) -> dict[str, Any]:
-    local = engine.local_parameters
-    groups = []
-    states: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        full = group["params"]
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        unwritten: dict[str, Tensor] = {}
-        groups.append({"options": encode(options, "options", unwritten), "params": [local.name(p) for p in full]})
-        if unwritten:
-            groups[-1]["options"] = encode(
-                {k: v.item() if isinstance(v, Tensor) else v for k, v in options.items()}, "options", {}
-            )
-        for parameter in full:
-            name = local.name(parameter)
-            if name is None or parameter not in optimizer.state:
-                continue
-            start, _ = local.span(parameter, optimizer)
-            mine, whole = local.of(parameter, optimizer), local.is_whole(parameter, optimizer)
-            writes = engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0
-            scalars = {}
-            for key, value in optimizer.state[parameter].items():
-                is_tensor, stored = isinstance(value, Tensor) and value.dim(), f"optimizer/{index}/{name}/{key}"
-                if is_tensor and mine is not None and value.shape == mine.shape:
-                    if writes:
-                        writer.add(stored, value.reshape(-1), engine.full_shape(parameter), start)
-                elif is_tensor and whole and value.numel() != 1:
-                    if writes:
-                        writer.add(stored, value)
-                else:
-                    scalars[key] = _scalar(value, f"optimizer state '{key}' of '{name}'")
-            states[name] = scalars
-    return {"groups": groups, "states": states}
-
-
-def _scalar(value: Any, where: str) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {
-            "tensor": encode(value.item(), where, {}),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "dim": value.dim(),
-        }
-    tensors: dict[str, Tensor] = {}
-    data = encode(value, where, tensors)
-    if tensors:
-        raise CheckpointError(f"{where} is a tensor that is not laid out like its parameter, which cannot be saved.")
-    return {"plain": data}
-
-
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    optimizers = []
-    for index, first in enumerate(parts[0].get("optimizers", [])):
-        states: dict[str, Any] = {}
-        for part in parts:
-            states.update(part["optimizers"][index]["states"])
-        optimizers.append({"groups": first["groups"], "states": states})
+    optimizers = [part["optimizers"] for part in parts] if "optimizers" in parts[0] else None
     return {
         "world_size": len(parts),
-        "versions": {"torch": str(torch.__version__)},
         "aliases": parts[0]["aliases"],
-        "pieces": [p for part in parts for p in part["pieces"]],
-        "optimizers": optimizers if "optimizers" in parts[0] else None,
+        "optimizers": None if optimizers is None else merge_optimizers(optimizers),
         "ranks": [part["rank"] for part in parts],
         "trainer": parts[0]["trainer"],
     }
 
 
+def _join(pieces: list[StoredTensor]) -> dict[str, StoredTensor]:
+    """Joins what ranks have of the same tensors. Raises: CheckpointError: they disagree about one."""
+    joined: dict[str, StoredTensor] = {}
+    for part in pieces:
+        there = joined.setdefault(part.name, replace(part, pieces=()))
+        if (there.dtype, there.shape) != (part.dtype, part.shape):
+            raise CheckpointError(
+                f"'{part.name}' is {part.dtype} {part.shape} on one rank and {there.dtype} {there.shape} on another."
+            )
+        joined[part.name] = replace(there, pieces=there.pieces + part.pieces)
+    return joined
+
+
+def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what is good to know of a checkpoint."""
+    names = {id(p): n for n, p in checkpoint["state_dict"].items() if isinstance(p, nn.Parameter)}
+    packages = {}
+    for package in ("shardlight", "torch", "lightning"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = ""
+    return {
+        "strategy": engine.plan.name,
+        "step": checkpoint.get("global_step"),
+        "epoch": checkpoint.get("epoch"),
+        "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "versions": {**packages, "python": platform.python_version()},
+        "mesh": {"shard": engine.ranks.shard.world_size, "replicate": engine.ranks.replicate.world_size},
+        "trainable": [n for i, n in names.items() if checkpoint["state_dict"][n].requires_grad],
+        "config": None if config is None else encode(config, "config", {}),
+    }
+
+
 def _tensors_below(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}.{n}": reader.read(f"{prefix}.{n}") for n in reader.names(f"{prefix}.")}
+
+
+def verify_together(engine: Engine | None, reader: CheckpointReader, evaluating: bool) -> None:
+    """Compares all that will be read with its checksums, each rank its share of it. Collective.
+
+    Args:
+        evaluating: optimizer state and accumulated gradients will not be read.
+    Raises: CheckpointError: on every rank: something is damaged, or some rank cannot read it.
+    """
+    ranks = None if engine is None else engine.collectives
+    fault = ""
+    try:
+        wanted = None if not evaluating else lambda name: not name.startswith(("optimizer/", "gradient/"))
+        reader.verify((0, 1) if ranks is None else (ranks.rank, ranks.world_size), wanted)
+    except CheckpointError as error:
+        fault = str(error)
+    agree(engine, fault, f"load_checkpoint {reader.path.name}")
+
+
+def agree(engine: Engine | None, fault: str, caller: str) -> None:
+    """Raises CheckpointError on every rank where any has a fault. Collective."""
+    faults = [fault] if engine is None else engine.collectives.gather_objects(fault, caller)
+    found = list(dict.fromkeys(f for f in faults if f))
+    if found:
+        raise CheckpointError(" ".join(found))
 
 
 def load_trainer(reader: CheckpointReader) -> dict[str, Any]:
@@ -207,70 +240,26 @@ def load_model(
     write(engine, weights, state, sources)
 
 
-def load_optimizer(engine: Engine, reader: CheckpointReader, index: int, optimizer: Optimizer) -> None:
-    """Reads this rank's part of an optimizer's state, matched by parameter name, and the options of its groups.
-
-    Raises: CheckpointError: the groups hold other parameters than those that were saved.
-    """
-    stored = (reader.content.get("optimizers") or [])[index : index + 1]
-    if not stored:
-        raise CheckpointError(f"{reader.path}: has no state of optimizer {index}: it holds weights only.")
-    local = engine.local_parameters
-    want = [[local.name(p) for p in group["params"]] for group in optimizer.param_groups]
-    have = [group["params"] for group in stored[0]["groups"]]
-    if want != have:
-        raise CheckpointError(f"{reader.path}: optimizer {index} has groups {have} there and {want} here.")
-    for group, data in zip(optimizer.param_groups, stored[0]["groups"], strict=True):
-        for key, value in decode(data["options"], {}).items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
-        for parameter in group["params"]:
-            name, mine = local.name(parameter), local.of(parameter, optimizer)
-            scalars = stored[0]["states"].get(name)
-            if name is None or mine is None:
-                continue
-            # A parameter that had no state then has none now: what steps since have left does not stay.
-            optimizer.state.pop(parameter, None)
-            if scalars is None:
-                continue
-            span, prefix = local.span(parameter, optimizer), f"optimizer/{index}/{name}/"
-            kept = local.moment_dtype(mine)
-            state: dict[str, Any] = {k: _restore_scalar(v, parameter, mine, k, kept) for k, v in scalars.items()}
-            for key in reader.names(prefix):
-                if reader.shape(prefix + key) == engine.full_shape(parameter):
-                    stored_part = reader.read(prefix + key, *span).view(mine.shape)
-                else:  # such as the factors of a second moment
-                    stored_part = reader.read(prefix + key)
-                state[key] = _like(stored_part, mine, kept)
-            optimizer.state[parameter] = state
-
-
-def _like(stored: Tensor, mine: nn.Parameter, kept: torch.dtype) -> Tensor:
-    """Returns state as an optimizer keeps it: where the parameter is, and in the dtype that moments are kept in."""
-    dtype = kept if stored.is_floating_point() and mine.is_floating_point() else stored.dtype
-    return stored.to(mine.device, dtype, copy=True)
-
-
-def _restore_scalar(
-    data: Mapping[str, Any], parameter: nn.Parameter, mine: nn.Parameter, key: str, kept: torch.dtype
-) -> Any:
-    """Returns a state of one element.
+def load_optimizers(
+    engine: Engine, reader: CheckpointReader, optimizers: Sequence[Optimizer], skip: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Reads this rank's part of the optimizers' state, matched by parameter name, and the options of their groups.
 
     Args:
-        mine: what the optimizer gets for `parameter`: of a 0-dim one that is sharded a 1-dim range.
-        kept: the dtype of moments.
+        skip: names of parameters whose state is to stay as it is.
+    Returns: names of parameters that start without state, because the saved run did not train them; and of those that
+        it did, and this one does not.
+    Raises: CheckpointError: before anything is changed: see SavedOptimizer.
     """
-    if "plain" in data:
-        return decode(data["plain"], {})
-    dtype = getattr(torch, data["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"'{data['dtype']}' is not a dtype.")
-    value = torch.full((1,) * int(data["dim"]), decode(data["tensor"], {}), dtype=dtype)
-    if not parameter.dim() and key != "step":
-        return _like(value, mine, kept).view(mine.shape)  # a moment
-    return value.to(mine.device) if value.dim() else value
+    saved, fault = [], ""
+    try:
+        saved = [SavedOptimizer(engine, reader, i, o, skip) for i, o in enumerate(optimizers)]
+    except CheckpointError as error:
+        fault = str(error)
+    agree(engine, fault, "load_optimizer_state_dict")
+    for one in saved:
+        one.load()
+    return [n for one in saved for n in one.fresh], [n for one in saved for n in one.unused]
 
 
 def load_rank(reader: CheckpointReader, rank: int) -> dict[str, Any]:

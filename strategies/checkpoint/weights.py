@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from shardlight.strategies.checkpoint.directory import MANIFEST, CheckpointReader
+from shardlight.strategies.checkpoint.manifest import MANIFEST
+from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.deferred.record import note_overwrite
 from shardlight.strategies.engine.deferred.tensors import is_deferred
 from shardlight.strategies.engine.engine import Engine
@@ -105,11 +106,17 @@ class SavedModel:
 
     def is_floating(self, name: str) -> bool | None:
         """See WeightSource."""
-        return None
+        dtype = self._reader.dtype(self.key(name))
+        return dtype.is_floating_point or dtype.is_complex
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See WeightSource."""
         return self._reader.read(self.key(name), start, stop)
+
+    def verify(self, share: tuple[int, int]) -> None:
+        """Compares a share of the weights with their checksums. Raises: CheckpointError: see CheckpointReader."""
+        used = {self.key(n) for n in self._names}
+        self._reader.verify(share, used.__contains__)
 
 
 class SafetensorsFiles:
@@ -262,6 +269,9 @@ def load_weights(
     fault = ""
     try:
         weights = open_weights(source)
+        if isinstance(weights, SavedModel):
+            ranks = None if engine is None else engine.collectives
+            weights.verify((0, 1) if ranks is None else (ranks.rank, ranks.world_size))
         report, sources, faults = compare(weights, state, rename)
         if strict and report.fault(weights.where):
             faults.insert(0, report.fault(weights.where))

@@ -447,8 +447,19 @@ class Engine:
 
     @property
     def writes_pieces(self) -> bool:
-        """Whether this rank's pieces go into a checkpoint; with hybrid sharding other ranks hold the same."""
+        """Whether this rank is the one of its replicas that writes what cannot be shared out among them."""
         return self.ranks.replicate.rank == 0
+
+    def replica_share(self, start: int, part: Tensor) -> tuple[int, Tensor]:
+        """Returns (start, range) of what this rank writes of a range that it owns: replicas share the work.
+
+        Args:
+            start: of the range, in the flattened tensor.
+            part: (n,) its elements.
+        """
+        replicate = self.ranks.replicate
+        low, high = (part.numel() * r // replicate.world_size for r in (replicate.rank, replicate.rank + 1))
+        return start + low, part[low:high]
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Returns the shape of a parameter or any other tensor, also of a released one."""

@@ -1,0 +1,89 @@
+"""Writing files so that they are complete and on disk, or not there under their name."""
+
+import ctypes
+import errno
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD, _EXCHANGE = -100, 2
+
+
+def write_all(file: int, data: memoryview | bytes) -> None:
+    """Writes all of `data`. Raises: OSError: such as a full disk."""
+    rest = memoryview(data)
+    while rest:
+        written = os.write(file, rest)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        rest = rest[written:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on disk."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on disk."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(file, data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def publish(written: Path, target: Path) -> None:
+    """Gives a complete folder its final name; what had that name before is removed afterwards.
+
+    Where the system can exchange two names there is a complete folder under `target` at every moment; elsewhere, for
+    an instant, under `.NAME.replaced` only.
+    """
+    old = target.with_name(f".{target.name}.replaced")
+    if target.is_symlink() or target.is_file():
+        target.unlink()
+    if not target.exists():
+        os.rename(written, target)
+    elif _exchange(written, target):
+        old = written
+    else:
+        remove_folder(old)
+        os.rename(target, old)
+        os.rename(written, target)
+    sync_folder(target.parent)
+    remove_folder(old)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder if it is there, so that it stops to be a checkpoint first. Raises: OSError."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    (folder / "manifest.json").unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+@cache
+def _renameat2() -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchanges two names in one step; returns whether the system can."""
+    call = _renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(b))

@@ -1,0 +1,187 @@
+"""Reads tensors of a checkpoint, whole or a range, from whichever files hold them; nothing that a checksum denies."""
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from shardlight.strategies.checkpoint.boxes import boxes_of_range, strides_of
+from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
+from shardlight.strategies.checkpoint.manifest import (
+    CHUNK_BYTES,
+    ITEMSIZE,
+    MANIFEST,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    n_chunks,
+    open_plain,
+)
+from shardlight.strategies.errors import CheckpointError
+from torch import Tensor
+
+_AT_ONCE = 1 << 22
+"""Elements that are read at once into a tensor that is there already."""
+
+
+class CheckpointReader:
+    """A complete checkpoint. Opening it reads the manifest; bytes of tensors are checked when they are read.
+
+    Raises: CheckpointError: it is not complete, damaged, or says what cannot be.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        if self.path.is_file():
+            inside = (self.path.parent / MANIFEST).is_file()
+            raise CheckpointError(
+                f"{self.path} is a file, and checkpoints here are folders: "
+                + (
+                    f"pass {self.path.parent}."
+                    if inside
+                    else "for one of Lightning's own (.ckpt), load its state_dict "
+                    "with torch.load(PATH, weights_only=True), and pass that to shardlight.strategies.load_weights."
+                )
+            )
+        manifest = Manifest.read(self.path)
+        self.content: dict[str, Any] = manifest.content
+        self.files = manifest.files
+        self.tensors: dict[str, StoredTensor] = manifest.tensors
+        self._open: dict[int, int] = {}
+        self._checked: tuple[int, int, memoryview] | None = None
+        """The chunk that was checked last: file, number, bytes."""
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_open", {}).values():
+            os.close(file)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Returns the names of the tensors below `prefix`, without it."""
+        return [n.removeprefix(prefix) for n in self.tensors if n.startswith(prefix)]
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there."""
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the full shape of a tensor."""
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor."""
+        return TORCH_DTYPES[self.tensors[name].dtype]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns elements [start, stop) of a flattened tensor, or the whole tensor in its shape.
+
+        Raises: CheckpointError: the tensor is not there, or what is read is damaged.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: '{name}' is not in the checkpoint.")
+        shape = self.shape(name)
+        end = math.prod(shape) if stop is None else stop
+        flat = torch.empty(end - start, dtype=self.dtype(name))
+        self.read_into(flat, name, start)
+        return flat.view(shape) if start == 0 and stop is None else flat
+
+    def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
+        """Overwrites `out` with elements [start, start + n) of a flattened tensor, converted to its dtype.
+
+        Args:
+            out: (n,), any device.
+        Raises: CheckpointError: see `read`; `out` is in part overwritten then.
+        """
+        tensor = self.tensors[name]
+        for low in range(0, out.numel(), _AT_ONCE):
+            part = out[low : low + _AT_ONCE]
+            begin = start + low
+            for box in boxes_of_range(tensor.shape, begin, begin + part.numel()):
+                if not box.numel:
+                    continue
+                to = part[: box.numel].view(box.sizes)
+                part = part[box.numel :]
+                for piece in tensor.pieces:
+                    common = piece.box.common(box) if piece.box.numel else None
+                    if common is not None:
+                        inside = tuple(
+                            slice(o - b, o - b + n)
+                            for o, n, b in zip(common.offsets, common.sizes, box.offsets, strict=True)
+                        )
+                        to[inside].copy_(self._part(tensor, piece, common.span(piece.box), common.sizes))
+
+    def _part(self, tensor: StoredTensor, piece: StoredPiece, span: tuple[int, int], sizes: tuple[int, ...]) -> Tensor:
+        """Returns the box of `sizes` whose first and last elements are `span` in a piece's row-major memory."""
+        size = ITEMSIZE[tensor.dtype]
+        data = self._bytes(piece.file, piece.at + span[0] * size, piece.at + span[1] * size)
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[tensor.dtype])
+        return flat.as_strided(sizes, strides_of(piece.box.sizes))
+
+    def _bytes(self, file: int, start: int, stop: int) -> bytearray:
+        """Returns bytes [start, stop) of a file, of chunks that are as they were written."""
+        found = bytearray(stop - start)
+        for number in range(start // CHUNK_BYTES, n_chunks(stop)):
+            chunk, at = self._chunk(file, number), number * CHUNK_BYTES
+            low, high = max(start, at), min(stop, at + len(chunk))
+            found[low - start : high - start] = chunk[low - at : high - at]
+        return found
+
+    def _chunk(self, file: int, number: int) -> memoryview:
+        if self._checked is not None and self._checked[:2] == (file, number):
+            return self._checked[2]
+        stored = self.files[file]
+        want = min(CHUNK_BYTES, stored.nbytes - number * CHUNK_BYTES)
+        data = bytearray(want)
+        try:
+            if file not in self._open:
+                self._open[file] = open_plain(self.path / stored.name)
+            got = _read_all(self._open[file], memoryview(data), number * CHUNK_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / stored.name} cannot be read: {error}.") from None
+        if got < want or zlib.crc32(data) != stored.crc32[number]:
+            raise CheckpointError(
+                f"{self.path / stored.name} is damaged between byte {number * CHUNK_BYTES:,} and "
+                f"{number * CHUNK_BYTES + want:,}: "
+                + (f"it ends after {got} of them." if got < want else "it does not have the CRC-32 it was saved with.")
+            )
+        self._checked = file, number, memoryview(data)
+        return self._checked[2]
+
+    def verify(self, share: tuple[int, int] = (0, 1), wanted: Callable[[str], bool] | None = None) -> None:
+        """Reads chunks and compares them with their checksums.
+
+        Args:
+            share: (rank, world size): one of as many equal parts of the work.
+            wanted: tells by name which tensors matter; None: every byte of the files, whoever it belongs to.
+        Raises: CheckpointError: a chunk is damaged; says file and bytes.
+        """
+        chunks = list(self._chunks_of(wanted))
+        rank, world = share
+        for file, number in chunks[len(chunks) * rank // world : len(chunks) * (rank + 1) // world]:
+            self._chunk(file, number)
+
+    def _chunks_of(self, wanted: Callable[[str], bool] | None) -> Iterator[tuple[int, int]]:
+        if wanted is None:
+            for file, stored in enumerate(self.files):
+                yield from ((file, number) for number in range(n_chunks(stored.nbytes)))
+            return
+        found = set()
+        for name, tensor in self.tensors.items():
+            if wanted(name):
+                for piece in tensor.pieces:
+                    end = piece.at + piece.box.numel * ITEMSIZE[tensor.dtype]
+                    found.update((piece.file, n) for n in range(piece.at // CHUNK_BYTES, n_chunks(end)))
+        yield from sorted(found)
+
+
+def _read_all(file: int, data: memoryview, at: int) -> int:
+    """Fills `data` from byte `at` of a file; returns how much there was."""
+    got = 0
+    while got < len(data):
+        n = os.preadv(file, [data[got:]], at + got)
+        if not n:
+            break
+        got += n
+    return got
