@@ -9,22 +9,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from shardlight.commands.bench import bench
+from shardlight.commands.checkpoint import export
+from shardlight.commands.common import Debug, fail, make_folder_of, short_errors, wide_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from shardlight.framework.bench.results import Result
-    from shardlight.framework.bench.rotation import Say
     from shardlight.framework.config import Loaded
     from shardlight.framework.world import World
-
-USER_FAULT = 2
-"""Exit code for a fault in the config or in how the command was called."""
 
 app = typer.Typer(
     help="Distributed training on PyTorch and Lightning: pick a sharding strategy in one YAML line.",
@@ -34,9 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-bench = typer.Typer(
-    help="Measure against the peers, and hold to the bars.", no_args_is_help=True, rich_markup_mode=None
-)
+
 app.add_typer(bench, name="bench")
 
 ops = typer.Typer(help="Show which compiled ops are used, and why; build those for CUDA.", rich_markup_mode=None)
@@ -50,10 +45,6 @@ Print = Annotated[bool, typer.Option("--print", help="Print the resolved config 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Start everything, stop before the first step.")]
 Trust = Annotated[
     list[str] | None, typer.Option("--trust", metavar="PKG", help="Also take classes from this package; repeatable.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if a named peer is absent.")
 ]
 Checkpoint = Annotated[str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to start from.")]
 
@@ -130,22 +121,7 @@ def predict(
     _run("predict", config, overrides, show=show, dry_run=False, trust=trust, debug=debug, ckpt=ckpt)
 
 
-@app.command()
-def export(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors.")] = "safetensors",
-    ema: Annotated[bool, typer.Option("--ema", help="The averages that ShardedEMA keeps, not the weights.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Write the bare module's weights of a checkpoint into one file."""
-    if to != "safetensors":
-        _fail(f"--to is {to!r}; the only format is safetensors.")
-    with _short_errors(debug):
-        from shardlight.strategies.checkpoint import export_safetensors
-
-        count = export_safetensors(path, out, ema=ema)
-    typer.echo(f"{out}: {count} tensors")
+app.command()(export)
 
 
 @ops.callback(invoke_without_command=True)
@@ -160,15 +136,15 @@ def show_ops(
     from rich.table import Table
     from shardlight.ops import registry
 
-    with _short_errors(debug):
+    with short_errors(debug):
         rows = registry.table()
     table = Table(box=None, pad_edge=False)
     for heading in rows[0]:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    _wide_console().print(table)
-    _make_folder_of(out)
+    wide_console().print(table)
+    make_folder_of(out)
     if out is not None:
         out.write_text(json.dumps({"ops": rows}, indent=1) + "\n")
 
@@ -185,182 +161,9 @@ def build_ops(
     from shardlight.ops.build import ARCHITECTURES, build_cuda
 
     wanted = [name.strip() for given in arch or ARCHITECTURES for name in given.split(",")]
-    with _short_errors(debug):
+    with short_errors(debug):
         path = build_cuda(wanted)
     typer.echo(f"{path}: built for {', '.join(wanted)}")
-
-
-@bench.command("zero")
-def bench_zero(
-    size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
-    against: Annotated[str | None, typer.Option("--against", metavar="A,B", help="Peers; default: all.")] = None,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, against DDP.")] = False,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", metavar="DIR", help="Also write traces of a few steps of ours there.")
-    ] = None,
-    strict: Strict = False,
-) -> None:
-    """The ZeRO strategies beside DDP, FSDP2 and DeepSpeed."""
-    from shardlight.framework.bench import zero
-    from shardlight.framework.faults import suggest
-
-    name = size or ("tiny" if quick else "small")
-    if name not in zero.SIZES:
-        _fail(f"--size {name}: no such size.{suggest(name, zero.SIZES)}")
-    peers = _names(against)
-    if profile is not None:
-        try:
-            profile.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _fail(f"--profile {profile}: cannot make this folder ({error.strerror}).")
-
-    def run(say: "Say") -> "Result":
-        missing = zero.choose(peers, quick)[1] if strict and peers else []
-        if missing:
-            _fail(f"--strict: {', '.join(missing)} is not installed: install it, or leave it out of --against.", 4)
-        return zero.run(zero.SIZES[name], peers, quick, say, traces=profile)
-
-    seen = "(open them in ui.perfetto.dev or chrome://tracing)"
-    after = "" if profile is None else f"Traces, one per contender and rank: {profile} {seen}"
-    _measure(run, "tables", out, strict, peers or [], after)
-
-
-@bench.command("collectives")
-def bench_collectives(
-    ranks: Annotated[int, typer.Option("--ranks", help="Processes, all on this host.")] = 2,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Few rounds, and no large buffer.")] = False,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if a bar falls short.")] = False,
-) -> None:
-    """The engine's collectives beside gloo's and beside plain copies."""
-    from shardlight.framework.bench import collectives
-
-    _measure(lambda say: collectives.run(ranks, quick, say), "tables_of_collectives", out, strict, [])
-
-
-@bench.command("gpu")
-def bench_gpu(
-    device: Annotated[str, typer.Option("--device", help="cuda, or cpu: try the checks themselves.")] = "cuda",
-    *,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 3 if a bar falls short, 4 if there is no GPU.")
-    ] = False,
-) -> None:
-    """Every check that needs a GPU: ops, strategies, memory and speed on one of them."""
-    from shardlight.framework.bench import gpu
-
-    _measure(lambda say: gpu.run(device, say), "tables_of_gpu", out, strict, None)
-
-
-@bench.command("ops")
-def bench_ops(
-    against: Annotated[str | None, typer.Option("--against", metavar="A,B", help="Peers; default: all.")] = None,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds, within a minute.")] = False,
-    install: Annotated[bool, typer.Option("--install", help="Also build the package from its checkout.")] = False,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
-    strict: Strict = False,
-) -> None:
-    """Compiled optimizer steps beside PyTorch's, DeepSpeed's and plain traffic of memory."""
-    from shardlight.framework.bench import ops
-
-    peers = _names(against)
-    _measure(lambda say: ops.run(peers, quick, install, say), "tables_of_ops", out, strict, peers or [])
-
-
-def _names(against: str | None) -> list[str] | None:
-    return None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
-
-
-def _measure(
-    run: "Callable[[Say], Result]", shown: str, out: Path | None, strict: bool, named: list[str] | None, after: str = ""
-) -> None:
-    """Runs a benchmark and shows it; with `strict` the command's exit code says whether the bars hold.
-
-    Args:
-        shown: the function of tables.py that makes its tables.
-        named: peers that have to be there; None: whatever is missing counts.
-        after: a line below the tables.
-    """
-    from rich.console import Console
-    from shardlight.framework.bench import results, tables
-    from shardlight.framework.bench.crew import BenchError, BenchRequestError
-
-    progress = Console(stderr=True)
-    _make_folder_of(out)
-    try:
-        result = run(lambda text: progress.print(text, style="dim", highlight=False, soft_wrap=True))
-    except BenchError as error:
-        _fail(str(error), USER_FAULT if isinstance(error, BenchRequestError) else 1)
-    console = _wide_console()
-    for table in getattr(tables, shown)(result):
-        console.print(table)
-    if out is not None:
-        result.write(out)
-    if after:
-        console.print(after)
-    if strict:
-        raise typer.Exit(results.exit_code(result, result.missing if named is None else named))
-
-
-def _make_folder_of(out: Path | None) -> None:
-    if out is None:
-        return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _fail(f"--json {out}: cannot make its folder ({error.strerror}).")
-
-
-def _wide_console() -> "Console":
-    """A console for tables: on a terminal as wide as that, in a file as wide as they are."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
-
-
-@bench.command("diff")
-def bench_diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD.json", help="What `--json` wrote.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What it wrote later.")],
-) -> None:
-    """Name what got worse between two results."""
-    from shardlight.framework.bench import diff, results, tables
-
-    try:
-        found = diff.compare(results.read(old), results.read(new))
-    except (OSError, ValueError) as error:
-        _fail(str(error))
-    console = _wide_console()
-    for table in tables.comparison(found):
-        console.print(table)
-
-
-def _fail(text: str, code: int = USER_FAULT) -> NoReturn:
-    typer.echo(text, err=True)
-    raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def _short_errors(debug: bool) -> Iterator[None]:
-    """Shows our own errors without a traceback: they say what to mend."""
-    from shardlight.framework.faults import ConfigError
-    from shardlight.ops.built import OpError
-    from shardlight.strategies.errors import LaunchError, ShardlightError
-
-    try:
-        yield
-    except (ConfigError, ShardlightError, OpError) as error:
-        if debug:
-            traceback.print_exc()
-        if isinstance(error, ConfigError):
-            _fail(str(error))
-        _fail(f"{type(error).__name__}: {error}", USER_FAULT if isinstance(error, LaunchError) else 1)
 
 
 def _run(
@@ -379,7 +182,7 @@ def _run(
     if "SHARDLIGHT_REPORTS" in os.environ:
         _as_worker(verb, config, given, trust or [], dry_run)
         return
-    with _short_errors(debug):
+    with short_errors(debug):
         from shardlight.framework.config import load, to_dict
         from shardlight.framework.show import dump
         from shardlight.framework.world import check_world, find_world
@@ -395,7 +198,7 @@ def _run(
             check_world(world, loaded.config.trainer)
         elif loaded.config.trainer.num_nodes > 1:
             nodes = loaded.config.trainer.num_nodes
-            _fail(f"LaunchError: trainer.num_nodes is {nodes}: start the processes on each node with torchrun or srun.")
+            fail(f"LaunchError: trainer.num_nodes is {nodes}: start the processes on each node with torchrun or srun.")
         if world is None and loaded.config.trainer.devices > 1:
             code = _supervise(loaded, verb, started, dry_run=dry_run, debug=debug)
         else:

@@ -12,7 +12,7 @@ import pytest
 NAME = "shardlight"
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "ops/csrc"  # no package, but data of one where `shardlight ops build` needs it
-PACKAGE_FOLDERS = ("framework", "strategies", "ops", "templates")
+PACKAGE_FOLDERS = ("commands", "framework", "strategies", "ops", "templates")
 TOP_LEVEL = {"pyproject.toml", "README.md", "ARCHITECTURE.md", "LICENSE", ".ci", ".gitignore", "cli.py"}
 TOP_LEVEL |= {*PACKAGE_FOLDERS, "tests", "examples"}
 WHEEL_EXTRAS = (".py", ".yaml", ".toml", ".md", ".txt")  # what may lie in a package folder and has to be shipped
