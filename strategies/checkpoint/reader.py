@@ -2,12 +2,12 @@
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from shardlight.ops.crc32 import crc32
 from shardlight.strategies.checkpoint.boxes import boxes_of_range, strides_of
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import (
@@ -140,7 +140,7 @@ class CheckpointReader:
             got = _read_all(self._open[file], memoryview(data), number * CHUNK_BYTES)
         except OSError as error:
             raise CheckpointError(f"{self.path / stored.name} cannot be read: {error}.") from None
-        if got < want or zlib.crc32(data) != stored.crc32[number]:
+        if got < want or crc32(data) != stored.crc32[number]:
             raise CheckpointError(
                 f"{self.path / stored.name} is damaged between byte {number * CHUNK_BYTES:,} and "
                 f"{number * CHUNK_BYTES + want:,}: "

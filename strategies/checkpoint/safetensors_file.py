@@ -3,11 +3,11 @@
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from shardlight.ops.crc32 import crc32_chunks
 from shardlight.strategies.checkpoint.disk import write_all
 from shardlight.strategies.checkpoint.dtypes import NAMES
 from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, StoredFile
@@ -107,8 +107,7 @@ class ChecksummedFile:
         self._rest += left[whole:]
 
     def _write_chunks(self, data: memoryview) -> None:
-        for start in range(0, data.nbytes, CHUNK_BYTES):
-            self._crc32.append(zlib.crc32(data[start : start + CHUNK_BYTES]))
+        self._crc32 += crc32_chunks(data, CHUNK_BYTES)
         write_all(self._file, data)
 
     def finish(self) -> StoredFile:
