@@ -15,6 +15,7 @@ from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import SavedModel, compare, write
+from shardlight.strategies.checkpoint.window import add_window
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
@@ -103,6 +104,7 @@ def _write_rank(
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
+        content["window"] = add_window(engine, writer)
     if engine.writes_pieces:
         add_parts(checkpoint.get(SHARDED, {}), writer, rank)
     if rank == 0:
@@ -133,12 +135,13 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
             if part.numel():
                 writer.add(f"model/{name}", part, engine.full_shape(value), start)
         else:
-            # The same on all ranks, which take turns.
-            if replicated % ranks.world_size == ranks.rank and piece is not None:
+            # Parameters are the same on all ranks, which take turns. Buffers may have moved since: rank 0's count.
+            turn = replicated % ranks.world_size if isinstance(value, nn.Parameter) else 0
+            if turn == ranks.rank and piece is not None:
                 writer.add(f"model/{name}", piece[1], engine.full_shape(value))
-            elif replicated % ranks.world_size == ranks.rank:
+            elif turn == ranks.rank:
                 writer.add(f"model/{name}", value)
-            replicated += 1
+            replicated += isinstance(value, nn.Parameter)
     return aliases
 
 
@@ -148,6 +151,7 @@ def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "world_size": len(parts),
         "aliases": parts[0]["aliases"],
         "optimizers": None if optimizers is None else merge_optimizers(optimizers),
+        "window": [part["window"] for part in parts] if parts[0].get("window") else None,
         "ranks": [part["rank"] for part in parts],
         "trainer": parts[0]["trainer"],
     }
