@@ -4,6 +4,7 @@ import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -173,22 +174,27 @@ def _join(pieces: list[StoredTensor]) -> dict[str, StoredTensor]:
 def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns what is good to know of a checkpoint."""
     names = {id(p): n for n, p in checkpoint["state_dict"].items() if isinstance(p, nn.Parameter)}
-    packages = {}
-    for package in ("shardlight", "torch", "lightning"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = ""
     return {
         "strategy": engine.plan.name,
         "step": checkpoint.get("global_step"),
         "epoch": checkpoint.get("epoch"),
         "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "versions": {**packages, "python": platform.python_version()},
+        "versions": _versions(),
         "mesh": {"shard": engine.ranks.shard.world_size, "replicate": engine.ranks.replicate.world_size},
         "trainable": [n for i, n in names.items() if checkpoint["state_dict"][n].requires_grad],
         "config": None if config is None else encode(config, "config", {}),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("shardlight", "torch", "lightning"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _tensors_below(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
