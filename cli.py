@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,7 +46,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Start everything, stop 
 Trust = Annotated[
     list[str] | None, typer.Option("--trust", metavar="PKG", help="Also take classes from this package; repeatable.")
 ]
-Checkpoint = Annotated[str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to start from.")]
+Checkpoint = Annotated[
+    str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to go on from; auto: the newest whole one.")
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option("--skip", metavar="NAME", help="Leave this tensor of it out ('head.*': all below); repeatable."),
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -74,8 +80,10 @@ def fit(
     trust: Trust = None,
     debug: Debug = False,
     ckpt: Checkpoint = None,
+    skip: Skip = None,
 ) -> None:
     """Train a module."""
+    overrides = [*(overrides or []), *([f"resume.skip={json.dumps(skip)}"] if skip else [])]
     _run("fit", config, overrides, show=show, dry_run=dry_run, trust=trust, debug=debug, ckpt=ckpt)
 
 
@@ -211,9 +219,12 @@ def _run(
 def _run_dir(loaded: "Loaded", dry_run: bool) -> Iterator[Path]:
     """The folder of this run; a dry run has one in the temporary folder, removed at its end."""
     from shardlight.framework.assemble import make_run_dir
+    from shardlight.framework.resume import hold
 
     if not dry_run:
-        yield make_run_dir(loaded.config)
+        made = make_run_dir(loaded.config)
+        with hold(made):
+            yield made
         return
     made = Path(tempfile.mkdtemp(prefix="shardlight-dry-run-"))
     try:
@@ -222,12 +233,18 @@ def _run_dir(loaded: "Loaded", dry_run: bool) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _echo(lines: Sequence[str]) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
 def _last_line(run_dir: Path, dry_run: bool) -> None:
     typer.echo("Dry run: everything is ready for the first step." if dry_run else f"Run folder: {run_dir}")
 
 
 def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, debug: bool) -> int:
     """Starts this command again as each of the local workers."""
+    from shardlight.framework import resume
     from shardlight.framework.launch import run_workers
     from shardlight.strategies import errors
 
@@ -237,8 +254,11 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
     # -P: the working directory is not on sys.path, as under the console script.
     flags = subprocess._args_from_interpreter_flags()
     command = [sys.executable, *flags, "-P", "-m", "shardlight.cli", *sys.argv[1:]]
+    choice = resume.choose(loaded.config, verb, os.environ)
+    _echo(choice.notes)
     with _run_dir(loaded, dry_run) as run_dir:
         env = {**os.environ, "SHARDLIGHT_RUN_DIR": str(run_dir), "SHARDLIGHT_STARTED": repr(started)}
+        env[resume.VARIABLE] = json.dumps(choice.paths)
         devices = loaded.config.trainer.devices
         logs = None if dry_run else run_dir / "logs"
         code = run_workers(command, devices, env=env, log_dir=logs, expect_done=True, terse=terse)
@@ -251,20 +271,23 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
 def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *, dry_run: bool) -> int:
     """Runs in this process: the only one, or one of those that torchrun or SLURM started."""
     from shardlight.framework.assemble import quiet, run_rank
+    from shardlight.framework.resume import choose
     from shardlight.framework.world import adopt_slurm
 
     quiet()
+    choice = choose(loaded.config, verb, os.environ)
     if world is not None and world.launcher == "SLURM":
         adopt_slurm(os.environ, loaded.config.trainer.devices)
     first = world is None or world.rank == 0
     config = loaded.config
     with contextlib.ExitStack() as stack:
         if first:
+            _echo(choice.notes)
             run_dir = stack.enter_context(_run_dir(loaded, dry_run))
         else:
             # Only rank 0 writes into the run folder by itself; where all do, they are told its name by rank 0.
             run_dir = Path(config.run.dir) / str(config.run.name)
-        run_rank(config, verb, run_dir, launched=world is not None, dry_run=dry_run, started=started)
+        run_rank(config, verb, run_dir, launched=world is not None, dry_run=dry_run, started=started, resume=choice)
         if first:
             _last_line(run_dir, dry_run)
     return 0
@@ -277,11 +300,13 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
     try:
         from shardlight.framework.assemble import quiet, run_rank
         from shardlight.framework.config import load
+        from shardlight.framework.resume import choose
 
         quiet()
         loaded = load(config, overrides, trust, verb=verb)
+        choice = choose(loaded.config, verb, os.environ)
         run_dir, started = Path(os.environ["SHARDLIGHT_RUN_DIR"]), float(os.environ["SHARDLIGHT_STARTED"])
-        run_rank(loaded.config, verb, run_dir, launched=True, dry_run=dry_run, started=started)
+        run_rank(loaded.config, verb, run_dir, launched=True, dry_run=dry_run, started=started, resume=choice)
     except BaseException as error:
         write_report(error)
         if os.environ["RANK"] != "0":

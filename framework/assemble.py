@@ -18,6 +18,7 @@ from shardlight.framework.module import TrainingModule
 from shardlight.framework.predictions import PredictionWriter
 from shardlight.framework.progress import Progress
 from shardlight.framework.report import write_report
+from shardlight.framework.resume import AUTO, FRESH, Choice, Resume
 from shardlight.framework.schema import CheckpointConfig, Config
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
@@ -124,18 +125,25 @@ def build_module(config: Config) -> LightningModule:
 
 
 def build_callbacks(
-    config: Config, verb: Verb, run_dir: Path, *, dry_run: bool = False, started: float | None = None
+    config: Config,
+    verb: Verb,
+    run_dir: Path,
+    *,
+    dry_run: bool = False,
+    started: float | None = None,
+    resume: Choice = FRESH,
 ) -> list[Callback]:
     """Ours and the user's; the user's run before ours, so that what they log is seen."""
     callbacks: list[Callback] = [FailureReport()]
-    if config.init_from is not None and config.resume is None:
-        callbacks.append(InitialWeights(config.init_from))
+    if config.init_from is not None and (config.resume is None or config.resume.path == AUTO):
+        callbacks.append(InitialWeights(config.init_from, unless_resumed=bool(resume.paths)))
     callbacks += [item.build() for item in config.callbacks.values() if item is not None]
     if config.trainer.enable_progress_bar:
         callbacks.append(Progress())
     if dry_run:
         return [*callbacks, StopBeforeFirstStep()]
     if verb == "fit":
+        callbacks.append(Resume(config, resume.paths))
         callbacks.append(RunSummary(run_dir, started))
         if config.checkpoint is not None:
             callbacks.append(make_checkpoints(config.checkpoint, run_dir))
@@ -152,6 +160,7 @@ def build_trainer(
     launched: bool,
     dry_run: bool = False,
     started: float | None = None,
+    resume: Choice = FRESH,
 ) -> Trainer:
     """Makes the Trainer.
 
@@ -162,6 +171,7 @@ def build_trainer(
         launched: this process is one of several ranks that a launcher started.
         dry_run: stop before the first step, and write nothing.
         started: time.time() when the command started; now where None.
+        resume: what it goes on from.
     """
     trainer = config.trainer
     passed = ("accelerator", "devices", "num_nodes", "accumulate_grad_batches", "gradient_clip_val")
@@ -173,13 +183,17 @@ def build_trainer(
     if trainer.precision == "16-mixed":
         on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
         plugins.append(MixedFP16("cuda" if on_cuda else "cpu"))
+    strategy = config.strategy.build()
+    if config.resume is not None:
+        strategy.skip_on_load = config.resume.skip
+        strategy.resume_order = resume.paths
     return Trainer(
         **{name: getattr(trainer, name) for name in passed},
         max_steps=-1 if trainer.max_steps is None else trainer.max_steps,
-        strategy=config.strategy.build(),
+        strategy=strategy,
         precision=None if trainer.precision == "16-mixed" else trainer.precision,
         plugins=plugins,
-        callbacks=build_callbacks(config, verb, run_dir, dry_run=dry_run, started=started),
+        callbacks=build_callbacks(config, verb, run_dir, dry_run=dry_run, started=started, resume=resume),
         logger=TensorBoardLogger(run_dir, name="tensorboard", version="") if logs else False,
         default_root_dir=run_dir,
         enable_checkpointing=verb == "fit" and config.checkpoint is not None and not dry_run,
@@ -196,6 +210,7 @@ def run_rank(
     launched: bool,
     dry_run: bool = False,
     started: float | None = None,
+    resume: Choice = FRESH,
 ) -> Trainer:
     """Builds everything on this rank and runs it to the end; all ranks call it with the arguments of `build_trainer`.
 
@@ -204,8 +219,8 @@ def run_rank(
     seed_everything(config.seed, workers=True, verbose=False)
     module = build_module(config)
     data: LightningDataModule = config.data.build()
-    trainer = build_trainer(config, verb, run_dir, launched=launched, dry_run=dry_run, started=started)
-    arguments: dict[str, Any] = {"datamodule": data, "ckpt_path": config.resume}
+    trainer = build_trainer(config, verb, run_dir, launched=launched, dry_run=dry_run, started=started, resume=resume)
+    arguments: dict[str, Any] = {"datamodule": data, "ckpt_path": resume.paths[0] if resume.paths else None}
     if verb == "predict":
         arguments["return_predictions"] = False
     getattr(trainer, verb)(module, **arguments)

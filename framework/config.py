@@ -16,6 +16,7 @@ from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
 from shardlight.framework.initial_weights import InitFromConfig
 from shardlight.framework.module import TrainingModule
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
+from shardlight.framework.resume import AUTO, ResumeConfig
 from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
 from shardlight.framework.source import BROKEN, Node, from_python
 from shardlight.strategies import STRATEGIES
@@ -161,11 +162,10 @@ class _Building:
                 self.classes[name] = parts[name]
         parts["callbacks"] = MappingProxyType(dict(self._callbacks(importer)))
         trainer = self._section("trainer")
-        for name in ("run", "optimizer", "schedule", "checkpoint", "init_from"):
+        for name in ("run", "optimizer", "schedule", "checkpoint", "init_from", "resume"):
             parts[name] = self._section(name)
-        for name, kind in (("seed", int), ("resume", str | None)):
-            if name in values:
-                parts[name] = self.checker.convert(values[name], kind, name)
+        if "seed" in values:
+            parts["seed"] = self.checker.convert(values["seed"], int, "seed")
         self._machine(parts.get("seed"), trainer)
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
@@ -173,7 +173,7 @@ class _Building:
         if self.verb == "fit":
             self._training(trainer, parts)
         parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
-        self._starts(parts.get("resume"), parts["init_from"])
+        self._starts(parts["resume"], parts["init_from"])
         if self.faults:
             raise ConfigError(self.faults)
         if parts["run"].name is None:
@@ -191,9 +191,10 @@ class _Building:
 
     def _section(self, name: str) -> Any:
         node = self.tree.value.get(name)
-        if name in ("optimizer", "schedule", "checkpoint", "init_from") and node is not None and node.value is None:
+        may_be_off = ("optimizer", "schedule", "init_from", "resume")
+        if name in (*may_be_off, "checkpoint") and node is not None and node.value is None:
             return None
-        if name in ("optimizer", "schedule", "init_from") and node is None:
+        if name in may_be_off and node is None:
             return None
         return self.checker.section(node, SECTIONS[name], name)
 
@@ -335,8 +336,9 @@ class _Building:
             )
 
     def _starts(self, resume: Any, init_from: Any) -> None:
-        if isinstance(resume, str) and not os.path.exists(resume):
-            self.checker.fault(self.tree.value["resume"], f"resume: there is no checkpoint {resume}.")
+        if isinstance(resume, ResumeConfig) and resume.path != AUTO and not os.path.exists(resume.path):
+            home = self.tree.find("resume.path") or self.tree
+            self.checker.fault(home, f"resume: there is no checkpoint {resume.path}.")
         if isinstance(init_from, InitFromConfig) and not os.path.exists(init_from.path):
             home = self.tree.find("init_from.path") or self.tree
             self.checker.fault(home, f"init_from: there is no file or folder {init_from.path}.")
@@ -355,7 +357,19 @@ class _Building:
                 homes.append((name, f"a parameter of {name}"))
         if key in _fields(Config):
             homes.append(("", "a key of the top level"))
-        order = ["trainer", "optimizer", "schedule", "strategy", "checkpoint", "run", "data", "module", "init_from", ""]
+        order = [
+            "trainer",
+            "optimizer",
+            "schedule",
+            "strategy",
+            "checkpoint",
+            "run",
+            "data",
+            "module",
+            "init_from",
+            "resume",
+            "",
+        ]
         return sorted(homes, key=lambda home: order.index(home[0]))
 
     def _elsewhere(self, section: str, key: str, node: Node) -> str | None:

@@ -15,7 +15,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from shardlight.framework.faults import ConfigError, Fault
 from shardlight.framework.source import BROKEN, Node, Override, parse_override, read_yaml
 
-SHORT = {"strategy": "name", "init_from": "path"}
+SHORT = {"strategy": "name", "init_from": "path", "resume": "path"}
 """Sections that may be one text, and the key that it then is the value of."""
 
 
@@ -70,7 +70,7 @@ def _extended(tree: Node) -> Iterator[tuple[str, Node]]:
 
 
 def named_strategy(tree: Node) -> Node:
-    """`strategy: zero3` as `strategy: {name: zero3}`, so that a name and a mapping merge; so with `init_from: PATH`."""
+    """`strategy: zero3` as `strategy: {name: zero3}`, so that both kinds merge; so with all of SHORT."""
     values = dict(tree.value)
     for section, key in SHORT.items():
         node = values.get(section)

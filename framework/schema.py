@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardlight.framework.classes import ClassConfig
 from shardlight.framework.initial_weights import InitFromConfig
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.framework.resume import ResumeConfig
 from shardlight.strategies import STRATEGIES, ShardedStrategy
 
 
@@ -178,9 +179,9 @@ class Config:
     checkpoint: CheckpointConfig | None = CheckpointConfig()
     """When state is saved; null for never."""
     init_from: InitFromConfig | None = None
-    """Weights to start from: a path, or {path: PATH, rename: {PREFIX: PREFIX}}. Not used where `resume` is set."""
-    resume: str | None = None
-    """Checkpoint to start from; null for a fresh start."""
+    """Weights to start from: a path, or {path: PATH, rename: {PREFIX: PREFIX}}. Not used where one is resumed."""
+    resume: ResumeConfig | None = None
+    """Checkpoint to go on from: a path, `auto`, or {path: PATH, skip: [NAME, ...]}; null for a fresh start."""
 
 
 SECTIONS: dict[str, type] = {
@@ -190,6 +191,7 @@ SECTIONS: dict[str, type] = {
     "trainer": TrainerConfig,
     "checkpoint": CheckpointConfig,
     "init_from": InitFromConfig,
+    "resume": ResumeConfig,
 }
 """The sections that are plain dataclasses."""
 

@@ -2,18 +2,20 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.disk import remove_folder
+from shardlight.strategies.checkpoint.opening import NothingToRestore, names_to_skip, open_first
 from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
-from shardlight.strategies.checkpoint.window import load_window
+from shardlight.strategies.checkpoint.stored_values import EditedState, load_state, stored_state
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.random_state import EpochRandomness
@@ -28,6 +30,13 @@ class Saving(RankCalls):
     engine: Engine
     _reader: CheckpointReader | None
     _randomness: EpochRandomness
+    skip_on_load: Sequence[str] = ()
+    """Names of tensors that a loaded checkpoint leaves as they are, with their optimizer state; `head.*`: all below."""
+    resume_order: Sequence[Any] = ()
+    """Checkpoints to take the first whole one of, where the Trainer is asked to load the first; newest first."""
+    resumed_from: Path | None = None
+    """The checkpoint that was loaded last."""
+    _skip: frozenset[str] = frozenset()
     run_config: Mapping[str, Any] | None = None
     """The resolved config of the run as plain data, which checkpoints keep; None: it has none."""
 
@@ -72,45 +81,41 @@ class Saving(RankCalls):
 
         Raises: CheckpointError: on every rank: not a complete checkpoint folder, or it is damaged.
         """
-        self._reader = self._open_together(checkpoint_path)
+        assert self.lightning_module is not None
+        order = self.resume_order if str(checkpoint_path) in map(str, self.resume_order[:1]) else (checkpoint_path,)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._reader = open_first(self._engine, order, fitting)
+        self.resumed_from = None if self._reader is None else self._reader.path
+        if self._reader is None:
+            return NothingToRestore({"pytorch-lightning_version": pl.__version__})
         checkpoint = trainer_state.load_trainer(self._reader)
-        aliases = self._reader.content.get("aliases", {})
-        checkpoint["state_dict"] = dict.fromkeys([*self._reader.names("model/"), *aliases])
-        checkpoint[SHARDED] = StoredParts(self._reader)
+        checkpoint["state_dict"] = stored_state(self._reader)
+        # Lightning's tuners restore all of what they have saved a moment ago.
+        patterns = () if self._reader.path.name.startswith((".lr_find_", ".scale_batch_size_")) else self.skip_on_load
+        state, stored = _plain_state(self.lightning_module), checkpoint["state_dict"]
+        self._skip = names_to_skip(patterns, state, stored, self._reader.path)
+        checkpoint[SHARDED] = StoredParts(self._reader, self._skip)
         if self._reader.content.get("optimizers") is not None:
             checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
         return checkpoint
 
-    def _open_together(self, path: Any) -> CheckpointReader:
-        assert self.lightning_module is not None
-        reader, fault = None, ""
-        try:
-            reader = CheckpointReader(path)
-        except CheckpointError as error:
-            fault = str(error)
-        trainer_state.agree(self._engine, fault, "load_checkpoint")
-        assert reader is not None
-        evaluating = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
-        trainer_state.verify_together(self._engine, reader, evaluating)
-        return reader
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Reads this rank's pieces of the weights. Names dropped by `on_load_checkpoint` stay as they are."""
+        """Reads this rank's pieces of the weights, as `on_load_checkpoint` has left their names and values."""
         assert self._reader is not None
-        state = _plain_state(self.lightning_module)
-        trainer_state.load_model(self.engine, self._reader, state, list(checkpoint["state_dict"]), strict)
+        state = {n: t for n, t in _plain_state(self.lightning_module).items() if n not in self._skip}
+        edited = {n: t for n, t in checkpoint["state_dict"].items() if n not in self._skip}
+        load_state(self.engine, EditedState(self._reader, edited), state, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Reads this rank's part of each optimizer's state, and takes up its random state."""
         assert self._reader is not None
         self._restore_finetuning_groups()
         optimizers = [_inner(o) for o in self.optimizers]
-        fresh, unused = trainer_state.load_optimizers(self.engine, self._reader, optimizers)
+        fresh, unused = trainer_state.load_optimizers(self.engine, self._reader, optimizers, self._skip)
         if fresh:
             rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
         if unused:
             rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
-        load_window(self.engine, self._reader)
         saved_by = int(self._reader.content["world_size"])
         if saved_by != self.world_size:
             rank_zero_warn(

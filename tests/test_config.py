@@ -1,12 +1,14 @@
 """A whole config: every fault at once with place and mend, batch arithmetic, misplaced keys, contradictions."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from shardlight.framework.config import config_from_dict, load, load_config, to_dict
 from shardlight.framework.faults import ConfigError
+from shardlight.framework.resume import ResumeConfig
 from shardlight.framework.show import dump
 from shardlight.strategies import EngineOptions
 
@@ -295,7 +297,12 @@ def test_sections_that_may_be_off_and_sections_that_are_empty(project):
 
 def test_an_existing_checkpoint_can_be_resumed(project, tmp_path):
     (tmp_path / "step-1").mkdir()
-    assert load_config(project(), ["resume=step-1"]).resume == "step-1"
+    assert load_config(project(), ["resume=step-1"]).resume == ResumeConfig(path="step-1")
+    assert load_config(project(), ["resume=auto"]).resume == ResumeConfig(path="auto")
+    given = {"path": "step-1", "skip": ["head.*"]}
+    config = load_config(project(GOOD + f"resume: {json.dumps(given)}\n"), ["resume=auto"])
+    assert config.resume == ResumeConfig(path="auto", skip=("head.*",)) and to_dict(config)["resume"]["path"] == "auto"
+    assert faults_of(project(), "resume.skip=[a]")[0].startswith("command line: resume.path is missing")
 
 
 def test_a_broken_value_is_reported_once(project):

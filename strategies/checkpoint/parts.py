@@ -4,6 +4,7 @@ A callback puts `OwnedPart`s into `checkpoint[SHARDED]` in `on_save_checkpoint`,
 such as `ema/NAME`, and reads ranges of them in `on_load_checkpoint` from the `StoredParts` that is there then.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardlight.strategies.checkpoint.reader import CheckpointReader
@@ -26,14 +27,19 @@ class OwnedPart:
 
 
 class StoredParts:
-    """The tensors of a checkpoint that were saved as parts, to be read in any ranges."""
+    """The tensors of a checkpoint that were saved as parts, to be read in any ranges.
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    Args:
+        skip: names of parameters that are to stay as they are: nothing is there of them.
+    """
+
+    def __init__(self, reader: CheckpointReader, skip: Collection[str] = ()) -> None:
         self._reader = reader
+        self._skip = skip
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there."""
-        return self._reader.has(name)
+        return self._reader.has(name) and name.partition("/")[2] not in self._skip
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: some are missing."""
