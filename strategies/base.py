@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
@@ -331,7 +332,9 @@ class ShardedStrategy(Saving):
         result = closure()
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
-        self._note_step(optimizer, self.engine.step(optimizer, keep_gradients=True))
+        # In automatic optimization Lightning drops them before the next backward.
+        keep = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
+        self._note_step(optimizer, self.engine.step(optimizer, keep_gradients=keep))
         return result
 
     def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:

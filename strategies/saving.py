@@ -16,6 +16,7 @@ from shardlight.strategies.checkpoint.opening import NothingToRestore, names_to_
 from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.stored_values import EditedState, load_state, stored_state
+from shardlight.strategies.checkpoint.window import load_window
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.random_state import EpochRandomness
@@ -116,6 +117,7 @@ class Saving(RankCalls):
             rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
         if unused:
             rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
+        load_window(self.engine, self._reader)
         saved_by = int(self._reader.content["world_size"])
         if saved_by != self.world_size:
             rank_zero_warn(

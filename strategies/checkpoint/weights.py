@@ -281,7 +281,7 @@ def load_weights(
         fault = " ".join(faults)
     except CheckpointError as error:
         fault = str(error)
-    _refuse_together(engine, fault)
+    refuse_together(engine, fault)
     assert weights is not None
     write(engine, weights, state, sources)
     return report
@@ -354,7 +354,7 @@ def write(
                 _write(engine, weights, state[name], source)
     except CheckpointError as error:
         fault = f"{error} The weights are in part those of before."
-    _refuse_together(engine, fault)
+    refuse_together(engine, fault)
     if engine is not None:
         engine.weights_changed()
 
@@ -404,7 +404,7 @@ def _engine_of(module: nn.Module) -> Engine | None:
     return next(iter(owners.values()), None)
 
 
-def _refuse_together(engine: Engine | None, fault: str) -> None:
+def refuse_together(engine: Engine | None, fault: str) -> None:
     """Raises the first rank's fault on every rank."""
     faults = [fault] if engine is None else engine.collectives.gather_objects(fault, "load_weights")
     first = next((f for f in faults if f), "")

@@ -20,6 +20,7 @@ optimizer's op will read them, it does so as it reads them: `factors` are kept, 
 else. The squares for the norm are taken with the first factor, together with the search for inf and NaN.
 """
 
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import torch
@@ -302,6 +303,55 @@ class FlatBuffer(FlatWeights):
         """Whether any parameter gets a gradient now."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(map(_requires_grad_of, self.params))
+
+    # --- what a window has added up, for checkpoints
+
+    def span(self, slot: int) -> tuple[int, int]:
+        """Returns the elements [start, stop) of a flattened parameter that this rank keeps a reduced gradient of."""
+        piece = self.pieces.get(slot)
+        return (0, 0) if piece is None else (piece.start, piece.stop)
+
+    def unreduced(self) -> dict[int, Tensor]:
+        """Returns what this rank has added up since the last reduction: (n,) by slot, whole, in the dtype it has."""
+        places = self.layout.slots
+        return {} if self.local is None else {s: self.local[places[s].start : places[s].stop] for s in self.touched}
+
+    def reduced_sums(self) -> dict[int, Tensor]:
+        """Returns this rank's part of the sums over ranks since the window was opened: (n,) by slot."""
+        return dict(self.unsettled_pieces()) if self.reduced else {}
+
+    def final_gradients(self, slots: Iterable[int]) -> dict[int, Tensor]:
+        """Returns this rank's part of final gradients, of a closed window or carried into this one: (n,) by slot."""
+        if self._kept is None:
+            self.settle()
+        flat = self.grad if self._kept is None else self._kept
+        parts = {} if flat is None else {slot: self.piece_of_shard(slot, flat) for slot in slots}
+        return {slot: part for slot, part in parts.items() if part is not None}
+
+    def restore_final(self, slot: int, values: Tensor) -> None:
+        """Puts a final gradient back.
+
+        Args:
+            values: (n,), the elements `span` of it; all of it where gradients are replicated.
+        """
+        grad = self._open_grad()
+        if self.plan.shard_optimizer:
+            target = self.piece_of_shard(slot, grad)
+        else:
+            target = self.slice(slot, self._open_full_grad()).view(-1)
+        if target is not None:
+            target.copy_(values)
+
+    def restore_sums(self, parts: Mapping[int, Tensor]) -> None:
+        """Puts this rank's part of sums over ranks back: (n,) by slot."""
+        grad = self._open_grad()
+        self._keep()
+        grad.zero_()
+        for slot, part in parts.items():
+            target = self.piece_of_shard(slot, grad)
+            if target is not None:
+                target.copy_(part)
+        self.reduced = True
 
     # --- accounting
 

@@ -242,6 +242,44 @@ class Gradients:
             if buffers_changed:
                 self._replicas.synchronise()
 
+    # --- for checkpoints
+
+    @property
+    def summed_from(self) -> int:
+        """The first of the ranks whose gradients are added up together before the window ends: this one, if alone."""
+        ranks = self.table.ranks
+        return ranks.world.rank - (ranks.shard.rank if self.table.reduce == "micro_batch" else 0)
+
+    def unfinished(self) -> tuple[Window, bool] | None:
+        """Returns the window if a later step is to use its gradients, and whether `p.grad` shows them before it ends.
+
+        Takes in what was done to `p.grad` until now, as the next backward or step would.
+        """
+        self._agreement.settle()
+        shown = bool(self._pending)
+        if self.window.stepped:
+            return None
+        if self.window.closed:
+            self.adopt()
+            return (self.window, False) if any(self.window.used) else None
+        self._hide()
+        if shown:
+            self._show_pending()
+        return (self.window, shown) if self.window.micro_batches or self.window.carried else None
+
+    def restore(self, window: Window, shown: bool) -> None:
+        """Goes on with a window of a checkpoint, once the buffers have its gradients.
+
+        Args:
+            shown: see `unfinished`.
+        """
+        self.window = window
+        if window.closed:
+            window.written = [any(window.used[n] for n in b.numbers) for b in self.table.buffers]
+            self.show()
+        elif shown:
+            self._show_pending()
+
     def versions(self) -> tuple[int, ...]:
         """Returns what tells whether final gradients were changed: `p.grad` is a view of these tensors."""
         return tuple(t._version for b in self.table.buffers for t in (b.grad, b.full_grad) if t is not None)

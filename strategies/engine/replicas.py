@@ -1,5 +1,7 @@
 """State that every rank keeps whole: module buffers and parameters that are not floating point."""
 
+from collections.abc import Mapping
+
 import torch
 from shardlight.strategies.engine.collectives import Collectives
 from torch import Tensor, nn
@@ -18,7 +20,10 @@ class Replicas:
         for parameter in model.parameters():
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 collectives.broadcast(parameter.data, "start values of an integer parameter")
+        self._moving = False
+        """Whether a step has changed any, on some rank."""
         self.synchronise()
+        self._moving = False
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return [(n, b) for n, b in self.model.named_buffers() if b.numel()]
@@ -41,3 +46,19 @@ class Replicas:
                 for buffer, part in zip(group, flat.split([b.numel() for b in group]), strict=True):
                     buffer.copy_(part.view(buffer.shape))
         self._versions = {n: (id(b), b._version) for n, b in self._buffers()}
+        self._moving = True
+
+    def own(self) -> dict[str, Tensor]:
+        """Returns by name the buffers of a state dict that may differ from rank 0's since the last synchronisation."""
+        if self.collectives.rank == 0 or not (self._moving or self.changed()):
+            return {}
+        modules = dict(self.model.named_modules())
+        places = [(n, *n.rpartition(".")[::2], b) for n, b in self._buffers()]
+        return {n: b for n, path, last, b in places if last not in modules[path]._non_persistent_buffers_set}
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites buffers on this rank alone, by name."""
+        buffers = dict(self._buffers())
+        with torch.no_grad():
+            for name, value in values.items():
+                buffers[name].copy_(value.view(buffers[name].shape))

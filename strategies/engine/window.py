@@ -1,5 +1,6 @@
 """One accumulation window: the loss and weight of its micro-batches, and a ledger of gradient contributions."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -136,3 +137,57 @@ class Window:
     def mean_loss(self) -> float:
         """The loss of the closed window over all ranks; NaN without any weight."""
         return self.total_loss / self.total_weight if self.total_weight else float("nan")
+
+    # --- for checkpoints
+
+    def state(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns the ledger as plain data, with names for numbers of parameters.
+
+        Args:
+            names: of all parameters, by number.
+        """
+        plain = (
+            "weighted",
+            "weight_sum",
+            "factor",
+            "micro_batches",
+            "loss_scale",
+            "closed",
+            "total_weight",
+            "total_loss",
+        )
+        return {
+            **{key: getattr(self, key) for key in plain},
+            "losses": [[float(loss), share] for loss, share in self.losses],
+            "arrived": {names[n]: count for n, count in sorted(self.arrived.items())},
+            "counted": {names[n]: count for n, count in sorted(self.counted.items())},
+            "carried": [names[n] for n in sorted(self.carried)],
+            "used": [names[n] for n, used in enumerate(self.used) if used],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], names: Sequence[str]) -> "Window":
+        """Makes a window of what `state` returned; its gradients are the buffers' to restore.
+
+        Raises: KeyError, TypeError, ValueError: the data is not that of a window, or names an unknown parameter.
+        """
+        number = {name: n for n, name in enumerate(names)}
+        weighted, loss_scale = state["weighted"], state["loss_scale"]
+        window = cls(
+            weighted=None if weighted is None else bool(weighted),
+            losses=[(torch.tensor(float(loss), dtype=torch.float64), float(share)) for loss, share in state["losses"]],
+            weight_sum=float(state["weight_sum"]),
+            factor=float(state["factor"]),
+            arrived={number[name]: int(count) for name, count in state["arrived"].items()},
+            counted={number[name]: int(count) for name, count in state["counted"].items()},
+            closed=bool(state["closed"]),
+            carried={number[name] for name in state["carried"]},
+            total_weight=float(state["total_weight"]),
+            total_loss=float(state["total_loss"]),
+            loss_scale=None if loss_scale is None else float(loss_scale),
+            micro_batches=int(state["micro_batches"]),
+        )
+        if window.closed:
+            used = {number[name] for name in state["used"]}
+            window.used = [n in used for n in range(len(names))]
+        return window
