@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
+from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
@@ -25,6 +26,7 @@ from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
+from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.options import EngineOptions, make_options
 from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_groups
@@ -72,6 +74,8 @@ class ShardedStrategy(Saving):
         self._stopping: StopTogether | None = None
         self._reader: CheckpointReader | None = None
         self._randomness = EpochRandomness()
+        self._position: DataPosition | None = None
+        self._losses = LossLog()
 
     # --- what users call
 
@@ -290,6 +294,7 @@ class ShardedStrategy(Saving):
         """Takes over SIGTERM and `should_stop`, now that Lightning's handlers are registered."""
         assert self.lightning_module is not None
         self._stopping = StopTogether(self.lightning_module.trainer, self.engine)
+        self._data_position().begin_training()
 
     # --- a step
 
@@ -339,6 +344,7 @@ class ShardedStrategy(Saving):
 
     def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
         self.last_step_skipped = result is not StepResult.STEPPED
+        self._losses.add(float("nan") if self.last_step_skipped else self.engine.window.mean_loss)
         (self._skipped.add if self.last_step_skipped else self._skipped.discard)(optimizer)
         loss_scale = self.precision_plugin.loss_scale
         lowered = loss_scale is not None and loss_scale.update(result)
@@ -415,9 +421,17 @@ class ShardedStrategy(Saving):
         if self.world_size > 1:
             dist.all_gather_object(lengths, length)
         agree = self._agree_on_next_batch if len(set(lengths)) > 1 or (-1 in lengths and self.world_size > 1) else None
+        position = self._data_position()
         if -1 in lengths:
-            return LockstepLoader(dataloader, agree, self._randomness)
-        return SizedLockstepLoader(dataloader, agree, self._randomness, min(lengths))
+            return LockstepLoader(dataloader, agree, position)
+        return SizedLockstepLoader(dataloader, agree, position, min(lengths))
+
+    def _data_position(self) -> DataPosition:
+        if self._position is None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            self._position = DataPosition(trainer, self._randomness, self.data_world_size, self.data_rank)
+        return self._position
 
     def _agree_on_next_batch(self, more: bool) -> list[bool]:
         self.engine.agreement.meet("next training batch")

@@ -1,6 +1,6 @@
 """Data loaders under sharding: every sample counted once, ranks in lockstep, and a position to resume from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +8,11 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from shardlight.strategies.errors import StrategyError
-from shardlight.strategies.random_state import EpochRandomness
+from shardlight.strategies.data_position import DataPosition
+from shardlight.strategies.errors import CheckpointError, StrategyError
+from shardlight.strategies.random_state import Generators
+from shardlight.strategies.sample_order import Deal, Order, order_of, watched_iterator
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 Agree = Callable[[bool], list[bool]]
@@ -38,44 +41,103 @@ def count_every_sample_once(loader: Any, stage: RunningStage, world_size: int, r
 class LockstepLoader:
     """A training loader that ends on all ranks together, and that can go on from a position.
 
+    The position is one in samples of the epoch's order over all ranks, where that order is known (`order_of`): other
+    ranks, or another batch size, go on with what is left of it. Else it is a number of batches of each rank.
+
     Attributes of the loader inside (sampler, dataset, ...) are this loader's too.
 
     Args:
         loader: this rank's loader.
         agree: None, or tells before each batch which ranks have one, given whether this rank has. Needed when their
             numbers of batches differ or are unknown; training then stops at the shortest.
-        randomness: what a resumed epoch's order is drawn from.
+        position: where training is.
+        length: number of batches of an epoch, the same on all ranks; None: not known.
     """
 
-    def __init__(self, loader: Any, agree: Agree | None, randomness: EpochRandomness) -> None:
+    def __init__(self, loader: Any, agree: Agree | None, position: DataPosition, length: int | None = None) -> None:
         self.loader = loader
         self._agree = agree
-        self._randomness = randomness
-        self._position = 0
-        self._resume_at = 0
+        self._position = position
+        self._length = length
+        self._order: Order | None = None
+        """Of the running iteration."""
+        self._start = 0
+        """Samples of the order that all ranks had before this iteration."""
+        self._read = 0
+        """Batches that this iteration gave, or passed over at its start."""
+        self._batches = length
+        """Batches of this iteration."""
+        self._ended = True
+        self._resume: Mapping[str, Any] | None = None
+        """The state to go on from, until the data is begun."""
+        self._generators_at_start: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning gives a loader the function that seeds its workers by rank after it was wrapped.
-        super().__setattr__(name, value) if name == "loader" or name[0] == "_" else setattr(self.loader, name, value)
+        # Lightning gives a loader the function that seeds its workers by rank after it was wrapped, and takes away the
+        # iterator with the workers when a fit ends.
+        own = name == "loader" or (name[0] == "_" and name != "_iterator")
+        super().__setattr__(name, value) if own else setattr(self.loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._resume_at = self._resume_at, 0
-        self._randomness.begin_epoch(half_done=skip > 0)
-        batches = _without_first(self.loader, skip)
-        self._randomness.go_on()
-        self._position = skip
+        state, self._resume = self._resume, None
+        position, half_done = self._position, state is not None
+        log = position.log(self)
+        log.begin(position.epoch, self.held)
+        position.randomness.begin_epoch(half_done)
+        generators, saved = Generators(self.loader), position.saved_generators(self)
+        generators.set_state(saved.get("epoch_start" if half_done else "now", []))
+        self._generators_at_start = generators.state()
+        self._order, self._start, self._read, self._batches, self._ended = None, 0, 0, self._length, False
+        if state is None:
+            batches = watched_iterator(self.loader, self._note_order, self._note_asked)
+        elif "order" in state:
+            batches = self._rest_of_order(state)
+        else:
+            batches = self._rest_after(int(state["batches"]))
+        position.randomness.go_on()
+        if half_done:
+            generators.set_state(saved.get("now", []))
         while True:
             batch, more = _next(batches)
             if self._agree is not None:
                 more = self._all_have(more)
             if not more:
-                self._position = 0
+                self._ended = True
                 return
-            self._position += 1
+            log.read()
+            self._read += 1
             yield batch
+
+    def _note_order(self) -> None:
+        self._order = order_of(self.loader, self._position.ranks, self._position.rank)
+
+    def _note_asked(self, indices: Any) -> None:
+        self._position.log(self).asked(indices)
+
+    def _rest_of_order(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        deal = self._deal(state)
+        self._order, self._start, self._batches = deal.order, deal.start, deal.batches
+        rest = _update_dataloader(self.loader, deal.indices(self._position.rank), RunningStage.TRAINING)
+        rest.worker_init_fn = self.loader.worker_init_fn
+        return watched_iterator(rest, _nothing, self._note_asked)
+
+    def _rest_after(self, skip: int) -> Iterator[Any]:
+        self._read = skip
+        loader = self.loader
+        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
+            batches = iter(loader)
+            for _ in range(skip):
+                next(batches, None)
+            return batches
+        # Only the indices of what is skipped are drawn, not its data. A DataLoader draws a seed for its workers first.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        indices = iter(loader.batch_sampler)
+        for _ in range(skip):
+            next(indices, None)
+        return watched_iterator(_with_batches(loader, indices), _nothing, self._note_asked)
 
     def _all_have(self, more: bool) -> bool:
         assert self._agree is not None
@@ -83,33 +145,127 @@ class LockstepLoader:
         if any(have) and not all(have):
             ended = [r for r, h in enumerate(have) if not h]
             rank_zero_warn(
-                f"the training data of rank {', '.join(map(str, ended))} ended after {self._position} batches while "
+                f"the training data of rank {', '.join(map(str, ended))} ended after {self._read} batches while "
                 "other ranks have more: the epoch ends here on all ranks (at the shortest)."
             )
         return all(have)
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns how many batches of this epoch training has had; 0 when the epoch is over."""
-        # Without a length Lightning reads one batch ahead, to know which is the last.
-        return {"position": max(0, self._position - 1)}
+    # --- checkpoints
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next iteration start after that many batches."""
-        self._resume_at = int(state["position"])
+    @property
+    def held(self) -> int:
+        """How many of the batches that were given last training has not had."""
+        return self._position.held(self._ended)
+
+    def generators(self) -> dict[str, list[Tensor]]:
+        """Returns the states of the generators that the loader was given, for a checkpoint of this rank."""
+        return {"now": Generators(self.loader).state(), "epoch_start": self._generators_at_start}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how many samples of this epoch training has had on all ranks together, and of which order.
+
+        Plain data: `samples` (0 when the epoch is over), `ranks`, `batch_size` of each, `open_window` (micro-batches
+        of an accumulation window that are in), and `order` (see `order_of`) or else `batches` of each rank.
+        """
+        if self._resume is not None:
+            return dict(self._resume)
+        ranks, size = self._position.ranks, self._batch_size
+        read = max(0, self._read - self.held)
+        samples = self._start + read * ranks * size
+        if not samples or self._position.epoch_is_over or (self._batches is not None and read >= self._batches):
+            return {"samples": 0}
+        state = {"samples": samples, "ranks": ranks, "batch_size": size, "open_window": self._position.open_window}
+        return state | ({"batches": read} if self._order is None else {"order": dict(self._order)})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration go on where the state was saved, also on other ranks or with other batches.
+
+        Raises: CheckpointError: the data set has become shorter, so that samples of the rest are gone.
+        """
+        if not state["samples"]:
+            return
+        ranks, size = self._position.ranks, self._batch_size
+        batches = state["samples"] // (ranks * size)
+        same = (state["ranks"], state["batch_size"]) == (ranks, size)
+        ordered = "order" in state and order_of(self.loader, ranks, self._position.rank) is not None
+        if ordered:
+            self._check_length(state["order"])
+            rest = self._deal(state)
+            if rest.repeated_to_fill:
+                rank_zero_warn(
+                    f"{self._name}: what is left of the epoch is less than one batch for each of {ranks} ranks: it is "
+                    "filled up with samples that the epoch has had before, since drop_last would leave none."
+                )
+            left = rest.batches
+        else:
+            if not same or "order" in state:
+                rank_zero_warn(
+                    f"{self._name}: of the half-done epoch {state['ranks']} ranks have read {state['samples']} samples "
+                    f"in batches of {state['batch_size']}, and it goes on with {ranks} ranks and batches of {size}. "
+                    f"Its order is not known to shardlight ({self._why_unknown}), so each rank passes over its first "
+                    f"{batches} batches: until the epoch ends some samples may come twice and others not at all."
+                )
+                state = {k: v for k, v in state.items() if k != "order"} | {"batches": batches}
+            left = None if self._length is None or same else max(1, self._length - batches)
+        self._resume = state
+        if left is not None and self._length is not None:
+            open_window = state["open_window"] * state["ranks"] * state["batch_size"] / (ranks * size)
+            self._position.fit_rest(self, self._length, left, open_window)
+
+    def _deal(self, state: Mapping[str, Any]) -> Deal:
+        drop_uneven = bool(getattr(self.loader.sampler, "drop_last", False))
+        drop_last = bool(self.loader.drop_last)
+        return Deal(state["order"], state["samples"], self._position.ranks, self._batch_size, drop_uneven, drop_last)
+
+    def _check_length(self, order: Order) -> None:
+        before, now = int(order["length"]), len(self.loader.dataset)
+        if now < before:
+            raise CheckpointError(
+                f"{self._name} has {now} samples and had {before} when the checkpoint was saved in the middle of an "
+                "epoch: samples that are left of the epoch are gone. Use the data as it was, or resume from a "
+                "checkpoint of an epoch's end."
+            )
+        if now > before:
+            rank_zero_warn(
+                f"{self._name} has {now} samples and had {before} when the checkpoint was saved in the middle of an "
+                "epoch: that epoch ends with the samples it began with, the new ones come from the next epoch on."
+            )
+
+    @property
+    def _batch_size(self) -> int:
+        """Samples of a batch of one rank; 1 where that is not known."""
+        batched = getattr(self.loader, "batch_sampler", None) is not None or self._iterable
+        size = getattr(self.loader, "batch_size", None) if batched else None
+        return size if isinstance(size, int) else 1
+
+    @property
+    def _iterable(self) -> bool:
+        return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+
+    @property
+    def _name(self) -> str:
+        dataset = getattr(self.loader, "dataset", None)
+        of = "" if dataset is None else f" of {type(dataset).__name__}"
+        return f"the training data ({type(self.loader).__name__}{of})"
+
+    @property
+    def _why_unknown(self) -> str:
+        if not isinstance(self.loader, DataLoader):
+            return "it is not a DataLoader"
+        if self._iterable:
+            return "the data set is iterable"
+        if self.loader.batch_sampler is not None and type(self.loader.batch_sampler) is not BatchSampler:
+            return f"batches come from a {type(self.loader.batch_sampler).__name__}"
+        if self._position.ranks > 1 and type(self.loader.sampler) is not DistributedSampler:
+            return f"a {type(self.loader.sampler).__name__} on each rank is not dealt over the ranks"
+        return f"samples come from a {type(self.loader.sampler).__name__}, or out of order"
 
 
 class SizedLockstepLoader(LockstepLoader):
     """A LockstepLoader whose number of batches is known, the same on all ranks."""
 
-    def __init__(self, loader: Any, agree: Agree | None, randomness: EpochRandomness, length: int) -> None:
-        super().__init__(loader, agree, randomness)
-        self._length = length
-
-    def state_dict(self) -> dict[str, int]:
-        """Returns how many batches of this epoch training has had; 0 when the epoch is over."""
-        return {"position": self._position if self._position < self._length else 0}
-
     def __len__(self) -> int:
+        assert self._length is not None
         return self._length
 
 
@@ -126,22 +282,10 @@ class _Rest(BatchSampler):
         raise TypeError("the number of batches that are left is not known")
 
 
-def _without_first(loader: Any, skip: int) -> Iterator[Any]:
-    """Returns an iterator over the batches after the first `skip`, drawn from the same random numbers."""
-    by_index = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
-    if not skip or not by_index or loader.batch_sampler is None:
-        batches = iter(loader)
-        for _ in range(skip):
-            next(batches, None)
-        return batches
-    # Only the indices of what is skipped are drawn, not its data. A DataLoader draws a seed for its workers first.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    indices = iter(loader.batch_sampler)
-    for _ in range(skip):
-        next(indices, None)
-    rest = DataLoader(
+def _with_batches(loader: DataLoader, batches: Iterator[list[int]]) -> DataLoader:
+    return DataLoader(
         loader.dataset,
-        batch_sampler=_Rest(indices),
+        batch_sampler=_Rest(batches),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -151,7 +295,10 @@ def _without_first(loader: Any, skip: int) -> Iterator[Any]:
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
     )
-    return iter(rest)
+
+
+def _nothing() -> None:
+    """The order of what is left is known before its iterator is made."""
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, bool]:

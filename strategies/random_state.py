@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
@@ -60,3 +61,20 @@ class EpochRandomness:
         if self._saved is not None:
             set_random_state(self._saved["now"])
             self._saved = None
+
+
+class Generators:
+    """The random generators that a loader was given, which nobody else saves."""
+
+    def __init__(self, loader: Any) -> None:
+        found = [getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None), "generator", None)]
+        self._found = [g for n, g in enumerate(found) if isinstance(g, torch.Generator) and g not in found[:n]]
+
+    def state(self) -> list[Tensor]:
+        """Returns the state of each."""
+        return [g.get_state() for g in self._found]
+
+    def set_state(self, states: list[Tensor]) -> None:
+        """Puts them back to what `state` returned."""
+        for generator, state in zip(self._found, states, strict=False):
+            generator.set_state(state)

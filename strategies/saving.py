@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.stored_values import EditedState, load_state, stored_state
 from shardlight.strategies.checkpoint.window import load_window
+from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError, CollectiveError
+from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.ranks import RankCalls
 from torch import nn
@@ -31,6 +33,8 @@ class Saving(RankCalls):
     engine: Engine
     _reader: CheckpointReader | None
     _randomness: EpochRandomness
+    _losses: LossLog
+    _data_position: Callable[[], DataPosition]
     skip_on_load: Sequence[str] = ()
     """Names of tensors that a loaded checkpoint leaves as they are, with their optimizer state; `head.*`: all below."""
     resume_order: Sequence[Any] = ()
@@ -66,7 +70,9 @@ class Saving(RankCalls):
         try:
             if self._engine is None and self.interrupted:
                 raise CollectiveError("The error came before anything was sharded.")
-            trainer_state.save(self.engine, optimizers, checkpoint, self._randomness.state(), path, self.run_config)
+            self._losses.put_into(checkpoint)
+            rank_state = self._randomness.state() | self._data_position().state()
+            trainer_state.save(self.engine, optimizers, checkpoint, rank_state, path, self.run_config)
         except CollectiveError as error:
             if not self.interrupted:
                 raise
@@ -118,14 +124,19 @@ class Saving(RankCalls):
         if unused:
             rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
         load_window(self.engine, self._reader)
+        self._losses.take_from(checkpoint)
         saved_by = int(self._reader.content["world_size"])
         if saved_by != self.world_size:
             rank_zero_warn(
                 f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights and "
-                "optimizer state are the same, but not the random numbers and the order of the data."
+                "optimizer state are the same, and so are the samples that are left of an epoch; random numbers, such "
+                "as those of dropout, and which rank has which sample are not."
             )
-            return
-        self._randomness.resume(trainer_state.load_rank(self._reader, self.global_rank))
+        else:
+            saved = trainer_state.load_rank(self._reader, self.global_rank)
+            self._randomness.resume(saved)
+            self._data_position().resume(saved)
+        self._data_position().load_early_loaders()
 
     def _restore_finetuning_groups(self) -> None:
         # These callbacks make the groups again that they had added, in on_fit_start: which has been called when weights

@@ -1,0 +1,216 @@
+"""A run that goes on in the middle of an epoch sees each sample once, on whatever ranks and in whatever batches."""
+
+import math
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import run_ranks
+from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.checkpoint.trainer_state import load_trainer
+from test_lightning_fit import make_trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+F64 = {"dtype": torch.float64}
+WORLDS = (1, 2, 3, 4)
+
+
+class Rows(Dataset):
+    """Item i is (i, x, y)."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        return torch.tensor([float(i)], **F64), torch.randn(7, generator=g, **F64), torch.randn(3, generator=g, **F64)
+
+
+class Module(pl.LightningModule):
+    """Notes what it has seen: (epoch, batch_idx, indices) of each batch, and how often epochs end and are validated."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        self.seen, self.epochs_ended, self.validated, self.stepped_after = [], [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, [int(i) for i in batch[0].flatten()]))
+        return nn.functional.mse_loss(self.layers(batch[1]), batch[2])
+
+    def on_train_batch_end(self, *args):
+        self.stepped_after.append(self.trainer.global_step)
+
+    def on_train_epoch_end(self):
+        self.epochs_ended.append(self.current_epoch)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.current_epoch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+    def indices(self, epoch):
+        return [i for e, _, indices in self.seen if e == epoch for i in indices]
+
+
+class Save(pl.Callback):
+    """Saves after a number of steps, and stops there."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step and not trainer.fit_loop.epoch_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of loader; `batch` is the batch size of each rank by number of ranks, or of all."""
+
+    name: str
+    length: int
+    stop: int
+    batch: int | dict[int, int]
+    shuffle: bool = True
+    workers: int = 0
+    accumulate: int = 1
+    worlds: tuple[int, ...] = WORLDS
+    drop_last: bool = False
+    strategy: str = "zero1"
+
+    def batch_size(self, world):
+        return self.batch if isinstance(self.batch, int) else self.batch[world]
+
+    def path(self, folder, world):
+        return f"{folder}/{self.name}-{world}"
+
+    def had(self, world):
+        """Samples that all ranks have had at the stop."""
+        return self.stop * self.accumulate * world * self.batch_size(world)
+
+
+CELLS = (
+    # Every rank's share divides: each sample exactly once.
+    Cell("same global batch", 72, 3, {1: 12, 2: 6, 3: 4, 4: 3}, strategy="zero2"),
+    Cell("nothing divides", 23, 2, 2, shuffle=False),
+    Cell("other windows", 90, 2, {1: 3, 2: 2, 3: 2, 4: 3}, accumulate=2),
+    Cell("workers", 24, 1, 3, workers=2, worlds=(2, 3), strategy="zero3"),
+    Cell("drop last", 31, 1, {1: 4, 2: 3, 3: 3, 4: 2}, drop_last=True, worlds=(1, 2, 4)),
+)
+
+
+def fit(cell, world, folder, epochs=2, resume=None, callbacks=(), length=None, **kwargs):
+    module = Module()
+    torch.manual_seed(11)
+    trainer = make_trainer(
+        cell.strategy, world, folder, max_epochs=epochs, use_distributed_sampler=True, callbacks=list(callbacks),
+        accumulate_grad_batches=cell.accumulate, **kwargs,
+    )  # fmt: skip
+    loader = DataLoader(
+        Rows(length or cell.length), cell.batch_size(world), shuffle=cell.shuffle, num_workers=cell.workers,
+        drop_last=cell.drop_last, multiprocessing_context="fork" if cell.workers else None,
+    )  # fmt: skip
+    trainer.fit(module, loader, DataLoader(Rows(world), 1), ckpt_path=resume)
+    return trainer, module
+
+
+def everyone(trainer, value):
+    return trainer.strategy.engine.collectives.gather_objects(value, "test")
+
+
+def saves(cell, world, folder):
+    trainer, module = fit(cell, world, folder, callbacks=[Save(cell.stop, cell.path(folder, world))])
+    return everyone(trainer, module.indices(0))
+
+
+def goes_on(cell, before, world, folder):
+    """What was saved by `before` ranks goes on with `world`: each sample comes once, and the counters are right."""
+    where = f"{cell.name}: {before} -> {world}"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was saved by . ranks and goes on with")
+        trainer, module = fit(cell, world, folder, resume=cell.path(folder, before))
+    had = [i for r in range(before) for i in torch.load(f"{cell.path(folder, before)}.had")[r]]
+    assert len(set(had)) == len(had) == cell.had(before), where
+    size = cell.batch_size(world)
+    left = cell.length - len(had)
+    each = math.ceil(left / world) // (size if cell.drop_last else 1) * (size if cell.drop_last else 1)
+    batches = [b for e, b, _ in module.seen if e == 0]
+    after = everyone(trainer, module.indices(0))
+    got = [i for indices in after for i in indices]
+    assert all(len(indices) == each for indices in after), (where, after)
+    count = Counter(had + got)
+    # What does not go round is filled up with repeated samples, as a DistributedSampler does.
+    assert len(had) + len(got) - len(count) == max(0, world * each - left) < world, (where, count)
+    assert max(count.values()) <= 2
+    dropped = world * size - 1 if cell.drop_last else 0
+    assert cell.length - dropped <= len(count) <= cell.length, (where, sorted(count))
+    # The epoch ends when its data ends; the windows are whole but for the last; the next epoch is an ordinary one.
+    assert batches == list(range(batches[0], batches[0] + math.ceil(each / size))), (where, batches)
+    assert batches[0] % cell.accumulate == 0, (where, batches)
+    steps = [cell.stop + n // cell.accumulate for n in range(1, len(batches))]
+    assert module.stepped_after[: len(steps)] == steps, (where, module.stepped_after)
+    ordinary = math.ceil(cell.length / world)
+    ordinary = ordinary // size if cell.drop_last else math.ceil(ordinary / size)
+    assert [b for e, b, _ in module.seen if e == 1] == list(range(ordinary)), where
+    assert trainer.num_training_batches == ordinary and trainer.val_check_batch == ordinary, where
+    rest_steps = math.ceil(len(batches) / cell.accumulate) + math.ceil(ordinary / cell.accumulate)
+    assert trainer.global_step == cell.stop + rest_steps, (where, trainer.global_step)
+    assert module.epochs_ended == [0, 1] and module.validated == [0, 1], where
+    whole = Counter(i for indices in everyone(trainer, module.indices(1)) for i in indices)
+    if not cell.drop_last:
+        assert sorted(whole) == list(range(cell.length)) and sum(whole.values()) - cell.length < world, where
+    return trainer
+
+
+def compare_with_whole(trainer, cell, before, world, folder):
+    """With the same global batch the losses are those of the run that never stopped; see C001."""
+    trainer.save_checkpoint(f"{folder}/end")
+    losses = load_trainer(CheckpointReader(f"{folder}/end"))["losses"]
+    whole = torch.load(f"{folder}/whole.losses")
+    per_epoch = cell.length // 12
+    # One process shuffles by itself, so the second epoch's order is another one there.
+    known = per_epoch if 1 in (before, world) else 2 * per_epoch
+    assert losses.shape == whole.shape and losses.dtype == torch.float64
+    if before > 1:
+        torch.testing.assert_close(losses[:known], whole[:known], rtol=1e-9, atol=1e-12)
+
+
+def check(rank, world_size, folder, befores, first):
+    for cell in [c for c in CELLS if world_size in c.worlds]:
+        if first:
+            had = saves(cell, world_size, folder)
+            if rank == 0:
+                torch.save(had, f"{cell.path(folder, world_size)}.had")
+            if world_size == 2 and cell is CELLS[0]:
+                trainer, _ = fit(cell, world_size, folder)
+                trainer.save_checkpoint(f"{folder}/whole")
+                if rank == 0:
+                    losses = load_trainer(CheckpointReader(f"{folder}/whole"))["losses"]
+                    torch.save(losses, f"{folder}/whole.losses")
+        for before in [b for b in befores if b in cell.worlds]:
+            trainer = goes_on(cell, before, world_size, folder)
+            if cell is CELLS[0] and world_size != 1:
+                compare_with_whole(trainer, cell, before, world_size, folder)
+
+
+@pytest.mark.case("C001")
+def test_every_sample_once_from_any_number_of_ranks_to_any_other(tmp_path):
+    for world in WORLDS:
+        run_ranks(
+            check, world, init=False, folder=str(tmp_path), befores=range(1, world + 1), first=True, timeout_s=200
+        )
+    for world in (1, 2, 3):
+        run_ranks(
+            check, world, init=False, folder=str(tmp_path), befores=range(world + 1, 5), first=False, timeout_s=200
+        )
