@@ -291,10 +291,11 @@ class ShardedStrategy(Saving):
         self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
-        """Takes over SIGTERM and `should_stop`, now that Lightning's handlers are registered."""
+        """Takes over SIGTERM and `should_stop` from Lightning's handlers; shows gradients that were restored."""
         assert self.lightning_module is not None
         self._stopping = StopTogether(self.lightning_module.trainer, self.engine)
         self._data_position().begin_training()
+        self.engine.gradients.show_restored()
 
     # --- a step
 

@@ -1,11 +1,28 @@
 """A checkpoint inside an accumulation window keeps what was accumulated: the run goes on to the last bit."""
 
+from functools import partial
+from itertools import product
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
+import test_manual_optimization as manual
 import torch
+import torch.distributed as dist
 from harness import run_ranks
+from loops import build, optimizer_of
+from loops import rows as rows_of
 from shardlight.strategies import STRATEGIES, MixedFP16
+from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.checkpoint.window import load_window
+from shardlight.strategies.engine.collectives import EngineGroups
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import PLANS
+from test_cases_training import batches, strategies
 from test_lightning_fit import make_trainer
+from test_manual_optimization import BATCHES as MANUAL_BATCHES
+from test_manual_optimization import Pair, batch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -144,3 +161,213 @@ def check_resume(rank, world_size, folder, every):
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_run_that_stops_inside_a_window_is_the_run_that_never_stopped(world_size, tmp_path):
     run_ranks(check_resume, world_size, init=False, folder=str(tmp_path), every=world_size == 3, timeout_s=300)
+
+
+# --- manual optimization: every backward may be a window's last, and gradients stay until they are set to None
+
+
+def run_manual(strategy, recipe, rank, world, folder, callback=None, resume=None):
+    module = Pair(recipe)
+    loader = batches(*[batch(n, rank) for n in range(MANUAL_BATCHES)])
+    callbacks = [callback] if callback else []
+    trainer = make_trainer(strategy, world, folder, callbacks=callbacks)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return module, trainer, state_of(module, trainer)
+
+
+def check_manual(rank, world_size, folder, every):
+    names = strategies(world_size)
+    left = set()
+    leaving = [manual.toggled_without_zero_grad, manual.left_on_the_other, manual.zeroed_not_none]
+    leaving += [manual.every_second_batch, manual.frequencies, manual.looked_at, manual.gradient_penalty]
+    for number, recipe in enumerate(manual.RECIPES if every else leaving):
+        kinds = [(names[number % len(names)], ("micro_batch", "window")[number // 2 % 2])]
+        for name, reduce in product(names, ("micro_batch", "window")) if every else kinds:
+            place = f"{folder}/{recipe.__name__}-{name}-{reduce}"
+            make = partial(STRATEGIES[name], reduce=reduce)
+            module, _, want = run_manual(make(), recipe, rank, world_size, folder)
+            points = (1, 2, 3, 4) if every else (1 + number % 3,)
+            saving = run_manual(make(), recipe, rank, world_size, folder, SaveAt(place, points))
+            assert saving[0].seen == module.seen
+            assert_same(saving[2], want, f"{recipe.__name__} under {name}: saving changed the run")
+            for at in points:
+                where = f"{recipe.__name__} under {name} {reduce}, saved after batch {at}"
+                window = CheckpointReader(f"{place}/{at}").content["window"]
+                left.add(None if window is None else window[0]["closed"])
+                again, _, got = run_manual(make(), recipe, rank, world_size, folder, resume=f"{place}/{at}")
+                assert again.seen == module.seen[len(module.seen) - len(again.seen) :], where
+                assert_same(got, want, where)
+    assert left >= {False, True}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gradients_that_manual_optimization_leaves_are_there_after_a_resume(world_size, every, tmp_path):
+    run_ranks(check_manual, world_size, init=False, folder=str(tmp_path), every=every, timeout_s=900)
+
+
+# --- under another strategy and on other ranks
+
+
+class Uneven(nn.Module):
+    """A parameter that one rank alone uses, one that only what follows uses, a frozen, a tied and an empty one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(2)])
+        self.first, self.after, self.frozen, self.tied = (nn.Linear(7, 7) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.tied.weight = self.first.weight
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+
+    def forward(self, x, one, after):
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.tied(self.frozen(x)) + (self.first(x) if one else 0.0) + self.empty.sum()
+        return (x + (self.after(x) if after else 0.0)).square().mean()
+
+
+KINDS = [
+    ("ddp", "window"), ("zero2", "micro_batch"), ("zero1", "window"), ("zero3", "micro_batch"), ("ddp", "micro_batch"),
+    ("zero2", "window"), ("zero1", "micro_batch"), ("zero3", "window"),
+]  # fmt: skip
+HYBRID = 4
+"""Ranks in two groups of two."""
+
+
+def parts_of(world):
+    """(number, rank, weight, uses `first`, uses `after`) of the micro-batches of the step before, and of a window up to
+    a save."""
+    before = [(0, r, 2.0, True, True) for r in range(world)]
+    return before, [(m, r, 1.0 + (m + r) % 3, r == world - 1, False) for m in (1, 2) for r in range(world)]
+
+
+def parts_after(world):
+    return [(m, r, 1.0 + (m * r) % 2, False, m == 4) for m in (3, 4) for r in range(world)]
+
+
+def loss_of(model, part):
+    m, r, _, one, after = part
+    return model(rows_of(m, r), one, after)
+
+
+def engine_on(world, kind, groups):
+    plan, reduce = kind
+    model = build(Uneven)
+    optimizer = optimizer_of(model)
+    engine = Engine(model, PLANS[plan], groups[world], reduce)
+    engine.take_optimizer(optimizer)
+    return model, optimizer, engine
+
+
+def accumulate(model, engine, parts, rank):
+    for part in parts:
+        if part[1] == rank:
+            with engine.forward():
+                loss = loss_of(model, part)
+            engine.backward(loss, weight=part[2])
+
+
+def save_window(world, kind, rank, groups, path):
+    model, optimizer, engine = engine_on(world, kind, groups)
+    before, window = parts_of(world)
+    accumulate(model, engine, before, rank)
+    engine.close_window()
+    engine.step(optimizer)
+    accumulate(model, engine, window, rank)
+    checkpoint = {"state_dict": model.state_dict(keep_vars=True), "optimizer_states": [{}]}
+    trainer_state.save(engine, [optimizer], checkpoint, {}, path)
+    return finish(model, optimizer, engine, world, rank)
+
+
+class Counts(CheckpointReader):
+    """Counts the elements of gradients that are read."""
+
+    elements = 0
+
+    def read_into(self, out, name, start=0):
+        self.elements += out.numel() * ("gradient/" in name)
+        super().read_into(out, name, start)
+
+
+def load_saved(world, kind, rank, groups, path):
+    model, optimizer, engine = engine_on(world, kind, groups)
+    reader = Counts(path)
+    state = model.state_dict(keep_vars=True)
+    trainer_state.load_model(engine, reader, state, list(state), True)
+    trainer_state.load_optimizers(engine, reader, [optimizer])
+    load_window(engine, reader)
+    engine.gradients.show_restored()
+    owned = sum(p.stop - p.start for b in engine.buffers for p in b.pieces.values())
+    copies = len({ledger["summed_from"] for ledger in reader.content["window"]})
+    if kind[1] == "micro_batch" or len(reader.content["window"]) != world:
+        assert reader.elements <= owned * copies, "more was read than this rank keeps"
+    return finish(model, optimizer, engine, world, rank)
+
+
+def finish(model, optimizer, engine, world, rank):
+    accumulate(model, engine, parts_after(world), rank)
+    engine.close_window()
+    norm, loss = float(engine.clip(optimizer, 0.1)), engine.window.mean_loss
+    engine.step(optimizer)
+    with engine.gathered():
+        return {"norm": torch.tensor(norm, dtype=torch.float64), "loss": torch.tensor(loss, dtype=torch.float64)} | {
+            n: p.detach().clone() for n, p in model.named_parameters()
+        }
+
+
+def in_one_process(saved_by, loaded_by):
+    """The plain loop over what the ranks that saved had, and those that went on."""
+    model = build(Uneven)
+    optimizer = optimizer_of(model)
+    before, window = parts_of(saved_by)
+    for parts in (before, window + parts_after(loaded_by)):
+        total = sum(weight for _, _, weight, _, _ in parts)
+        losses = [loss_of(model, part) * part[2] / total for part in parts]
+        sum(losses).backward()
+        norm = nn.utils.clip_grad_norm_(
+            [p for p in model.parameters() if p.requires_grad], 1e9 if parts == before else 0.1
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norm": norm, "loss": sum(losses).detach()} | {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def check_cross(rank, world_size, folder, every):
+    shards = [dist.new_group([first, first + 1]) for first in (0, 2)], [dist.new_group([n, n + 2]) for n in (0, 1)]
+    worlds = {n: dist.new_group(list(range(n))) for n in (2, 3)}
+    groups = {1: None, **worlds, HYBRID: EngineGroups(dist.group.WORLD, shards[0][rank // 2], shards[1][rank % 2])}
+    kinds_of = {w: [k for k in KINDS if w != HYBRID or k[0] != "ddp"] for w in groups}
+    cells = [(w, k) for w, kinds in kinds_of.items() for k in kinds]
+    if not every:
+        cells = [(1, KINDS[0]), *[(2, k) for k in KINDS[:4]], (3, KINDS[1]), (3, KINDS[2]), (HYBRID, KINDS[3])]
+    own = {}
+    for world, kind in cells:
+        if rank < world:
+            own[world, kind] = save_window(world, kind, rank, groups, Path(f"{folder}/{world}-{'-'.join(kind)}"))
+    dist.barrier()
+    number = 0
+    for saved in cells:
+        for world in groups:
+            want = in_one_process(saved[0], world)
+            kinds = kinds_of[world]
+            for kind in kinds if every else [saved[1] if world == saved[0] else kinds[number % len(kinds)]]:
+                if rank < world:
+                    got = load_saved(world, kind, rank, groups, f"{folder}/{saved[0]}-{'-'.join(saved[1])}")
+                    where = f"saved under {saved}, gone on under {world, kind}"
+                    if (world, kind) == saved:
+                        assert all(
+                            torch.equal(torch.as_tensor(got[n]), torch.as_tensor(v)) for n, v in own[saved].items()
+                        ), where
+                    for name, value in want.items():
+                        torch.testing.assert_close(
+                            got[name], value, rtol=1e-10, atol=1e-10, check_dtype=False, msg=lambda m, w=f"{where} {name}": f"{w}: {m}",
+                        )  # fmt: skip
+                number += 1
+
+
+@pytest.mark.conformance("D7")
+@pytest.mark.conformance("D8")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_window_goes_on_under_any_strategy_and_number_of_ranks(every, tmp_path):
+    run_ranks(check_cross, 4, folder=str(tmp_path), every=every, timeout_s=900)

@@ -34,6 +34,8 @@ class Gradients:
         """Numbers of the parameters that some optimizer updates; the gradients of others end with their window."""
         self._pending: frozenset[int] = frozenset()
         """Parameters whose `p.grad` stands for a gradient of the open window."""
+        self._to_show = False
+        """Gradients of a checkpoint are there that `p.grad` is to show."""
         self._running = False
         """A backward that the strategy knows of is under way."""
         self._stand_ins: list[Tensor] = [stand_in(p, self, b.home_dtype) for b in table.buffers for p in b.params]
@@ -172,6 +174,7 @@ class Gradients:
     def open_window(self, carried: frozenset[int] = frozenset()) -> None:
         """Starts a new accumulation window; gradients of the last are dropped, but for the `carried` ones."""
         self._agreement.settle()
+        self._to_show = False
         self.window = Window(carried=set(carried))
         for unit in self.table.units:
             unit.fired.clear()
@@ -256,6 +259,7 @@ class Gradients:
         Takes in what was done to `p.grad` until now, as the next backward or step would.
         """
         self._agreement.settle()
+        self.show_restored()
         shown = bool(self._pending)
         if self.window.stepped:
             return None
@@ -276,9 +280,16 @@ class Gradients:
         self.window = window
         if window.closed:
             window.written = [any(window.used[n] for n in b.numbers) for b in self.table.buffers]
-            self.show()
-        elif shown:
-            self._show_pending()
+        self._to_show = window.closed or shown
+
+    def show_restored(self) -> None:
+        """Makes restored gradients visible as `p.grad`: when training begins, as Lightning sets all to None before."""
+        if self._to_show:
+            self._to_show = False
+            if self.window.closed:
+                self.show()
+            else:
+                self._show_pending()
 
     def versions(self) -> tuple[int, ...]:
         """Returns what tells whether final gradients were changed: `p.grad` is a view of these tensors."""
