@@ -123,7 +123,7 @@ class Saving(RankCalls):
             rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
         if unused:
             rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
-        load_window(self.engine, self._reader)
+        load_window(self.engine, self._reader, self._skip)
         self._losses.take_from(checkpoint)
         saved_by = int(self._reader.content["world_size"])
         if saved_by != self.world_size:

@@ -9,7 +9,7 @@ Read by as many ranks that add up alike, each gets its own back. Else each range
 given to one rank, which owns it; losses and weights are counted once as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,11 +66,13 @@ def _groups(engine: Engine) -> list[int]:
     return [r - r % size for r in ranks]
 
 
-def load_window(engine: Engine, reader: CheckpointReader) -> None:
+def load_window(engine: Engine, reader: CheckpointReader, skip: Collection[str] = ()) -> None:
     """Goes on in the accumulation window of a checkpoint, or in none: what the engine has added up is dropped.
 
     Called once weights are in place. Collective.
 
+    Args:
+        skip: names of parameters and buffers that are not loaded, whose gradients begin anew.
     Raises: CheckpointError: on every rank: it does not fit the model, or something cannot be read.
     """
     engine.gradients.open_window()
@@ -78,7 +80,7 @@ def load_window(engine: Engine, reader: CheckpointReader) -> None:
     if reader.content.get("window") is not None:
         try:
             with torch.no_grad():
-                _Load(engine, reader).restore()
+                _Load(engine, reader, skip).restore()
         except CheckpointError as error:
             fault = str(error)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -89,11 +91,12 @@ def load_window(engine: Engine, reader: CheckpointReader) -> None:
 class _Load:
     """What this rank takes of a saved window."""
 
-    def __init__(self, engine: Engine, reader: CheckpointReader) -> None:
+    def __init__(self, engine: Engine, reader: CheckpointReader, skip: Collection[str]) -> None:
         self._engine = engine
+        self._skip = skip
         self._reader = reader
         self._rank, self._world = engine.collectives.rank, engine.collectives.world_size
-        self._ledgers: list[Ledger] = [decode(ledger, {}) for ledger in reader.content["window"]]
+        self._ledgers: list[Ledger] = [_without(decode(ledger, {}), skip) for ledger in reader.content["window"]]
         saved, here = [int(ledger["summed_from"]) for ledger in self._ledgers], _groups(engine)
         self._same = saved == here
         """As many ranks, which add up alike."""
@@ -128,7 +131,8 @@ class _Load:
                 self._restore_sums(buffer, here)
         if self._same:
             prefix = f"rank/{self._rank}/buffer/"
-            engine.replicas.restore({n: self._reader.read(prefix + n) for n in self._reader.names(prefix)})
+            own = [n for n in self._reader.names(prefix) if n not in self._skip]
+            engine.replicas.restore({n: self._reader.read(prefix + n) for n in own})
         engine.gradients.restore(window, bool(self._ledgers[0]["shown"]))
 
     def _restore_sums(self, buffer: FlatBuffer, slots: Sequence[int]) -> None:
@@ -165,6 +169,11 @@ class _Load:
         for part in found[1:]:
             total += part
         return total
+
+
+def _without(ledger: Ledger, skip: Collection[str]) -> Ledger:
+    by_name = {key: {n: count for n, count in ledger[key].items() if n not in skip} for key in ("arrived", "counted")}
+    return {**ledger, **by_name, **{key: [n for n in ledger[key] if n not in skip] for key in ("carried", "used")}}
 
 
 def _joined(ledgers: Sequence[Ledger], rank: int, world: int) -> dict[str, Any]:
