@@ -108,12 +108,23 @@ class DataPosition:
         saved, self._generators[number] = self._generators[number], {}
         return saved
 
-    def load_early_loaders(self) -> None:
-        """Gives the position to loaders that were made before a checkpoint was read: Lightning forgets it.
+    def go_on(self) -> None:
+        """Called when a checkpoint's loop counters are there: has the fit loop go on where they stand.
 
-        `trainer.estimated_stepping_batches` in configure_optimizers makes them.
+        Lightning counts an epoch as done in whose middle training was stopped (`max_steps`, `max_time`, SIGTERM): the
+        rest of its data would be lost, and its order taken for the next epoch's. It also forgets the position of
+        loaders that were made before, as `trainer.estimated_stepping_batches` in configure_optimizers makes them.
         """
-        if self._fit._combined_loader is not None and self._fit._combined_loader_states_to_load:
+        states = self._fit._combined_loader_states_to_load
+        if not any(state.get("samples") for state in states):
+            return
+        progress = self._fit.epoch_progress
+        for count in (progress.total, progress.current):
+            if count.processed == count.started:
+                count.processed -= 1
+                count.completed = count.processed
+        self._fit.restarting = True
+        if self._fit._combined_loader is not None:
             self._fit._load_combined_loader_states()
             iter(self._fit._data_fetcher)
 

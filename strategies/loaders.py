@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.errors import CheckpointError, StrategyError
 from shardlight.strategies.random_state import Generators
+from shardlight.strategies.read_log import ReadLog
 from shardlight.strategies.sample_order import Deal, Order, order_of, watched_iterator
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -71,6 +72,7 @@ class LockstepLoader:
         self._resume: Mapping[str, Any] | None = None
         """The state to go on from, until the data is begun."""
         self._generators_at_start: list[Tensor] = []
+        self._before_workers: tuple[Tensor, list[Tensor]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
@@ -92,6 +94,7 @@ class LockstepLoader:
         self._generators_at_start = generators.state()
         self._order, self._start, self._read, self._batches, self._ended = None, 0, 0, self._length, False
         if state is None:
+            self._before_workers = self._state_before_workers(log)
             batches = watched_iterator(self.loader, self._note_order, self._note_asked)
         elif "order" in state:
             batches = self._rest_of_order(state)
@@ -111,7 +114,17 @@ class LockstepLoader:
             self._read += 1
             yield batch
 
+    def _state_before_workers(self, log: ReadLog) -> tuple[Tensor, list[Tensor]] | None:
+        # Workers that persist are started anew after a resume, with a seed that is drawn before the order is. A run
+        # that never stopped has drawn none.
+        persist = getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None
+        return (torch.get_rng_state(), Generators(self.loader).state()) if persist and log.begun else None
+
     def _note_order(self) -> None:
+        if self._before_workers is not None:
+            torch.set_rng_state(self._before_workers[0])
+            Generators(self.loader).set_state(self._before_workers[1])
+            self._before_workers = None
         self._order = order_of(self.loader, self._position.ranks, self._position.rank)
 
     def _note_asked(self, indices: Any) -> None:

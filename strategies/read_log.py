@@ -26,6 +26,11 @@ class ReadLog:
         self._read: deque[Any] = deque()
         """Indices of batches that training may not have had yet; None: not known."""
 
+    @property
+    def begun(self) -> bool:
+        """Training has had some batch."""
+        return self._batches > 0
+
     def begin(self, epoch: int, held: int) -> None:
         """Called when an iteration over the data begins; `held`: batches that were read, but never trained on."""
         for _ in range(min(held, len(self._read))):

@@ -136,7 +136,7 @@ class Saving(RankCalls):
             saved = trainer_state.load_rank(self._reader, self.global_rank)
             self._randomness.resume(saved)
             self._data_position().resume(saved)
-        self._data_position().load_early_loaders()
+        self._data_position().go_on()
 
     def _restore_finetuning_groups(self) -> None:
         # These callbacks make the groups again that they had added, in on_fit_start: which has been called when weights

@@ -10,10 +10,11 @@ import pytest
 import torch
 from harness import run_ranks
 from shardlight.strategies.checkpoint.reader import CheckpointReader
-from shardlight.strategies.checkpoint.trainer_state import load_trainer
+from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
+from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 F64 = {"dtype": torch.float64}
 WORLDS = (1, 2, 3, 4)
@@ -214,3 +215,143 @@ def test_every_sample_once_from_any_number_of_ranks_to_any_other(tmp_path):
         run_ranks(
             check, world, init=False, folder=str(tmp_path), befores=range(world + 1, 5), first=False, timeout_s=200
         )
+
+
+# --- one process, two ranks: what else a position has to survive
+
+
+def alone(folder, loader, resume=None, save=None, module=None, **kwargs):
+    """Fits on one process; `save`: (step, path). Returns trainer and module."""
+    module = module or Module()
+    torch.manual_seed(11)
+    callbacks = [*kwargs.pop("callbacks", ()), *([Save(*save)] if save else [])]
+    trainer = make_trainer(
+        "zero1", 1, folder, callbacks=callbacks, **{"max_epochs": 3, "limit_val_batches": 0, **kwargs}
+    )
+    trainer.fit(module, loader, DataLoader(Rows(1), 1), ckpt_path=resume)
+    return trainer, module
+
+
+def read(module):
+    return [(e, indices) for e, _, indices in module.seen]
+
+
+def order(path, rank=0):
+    return load_rank(CheckpointReader(path), rank)["order"]
+
+
+def losses(path):
+    return load_trainer(CheckpointReader(path))["losses"]
+
+
+def check_same_as_whole(folder, name, make, **kwargs):
+    """Stopped in the first and in the second epoch, and at an epoch's end: the same samples, losses and digest."""
+    trainer, whole = alone(folder, make(), **kwargs)
+    trainer.save_checkpoint(f"{folder}/{name}-whole")
+    per_epoch = trainer.global_step // 3
+    for stop in (1, per_epoch, per_epoch + 2):
+        path = f"{folder}/{name}-{stop}"
+        _, first = alone(folder, make(), save=(stop, path), **kwargs)
+        trainer, second = alone(folder, make(), resume=path, **kwargs)
+        where = f"{name}, stopped after {stop}"
+        assert read(first)[:stop] + read(second) == read(whole), (where, read(first)[:stop], read(second), read(whole))
+        trainer.save_checkpoint(f"{path}-end")
+        assert order(f"{path}-end") == order(f"{folder}/{name}-whole"), where
+        assert torch.equal(losses(f"{path}-end"), losses(f"{folder}/{name}-whole")), where
+    return whole
+
+
+class Scheduled(Module):
+    """Asks for the number of steps before anything is restored, as a schedule does."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 12
+        return super().configure_optimizers()
+
+
+class SavesInside(pl.Callback):
+    """Saves in the middle of a batch, which has not been trained on then."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+class Numbers(IterableDataset):
+    """Samples without a length; each rank has its own share."""
+
+    def __init__(self, rank=0, world=1, length=12):
+        self.numbers = range(rank, length, world)
+
+    def __iter__(self):
+        return (Rows(0)[i] for i in self.numbers)
+
+
+class Pairs:
+    """A batch sampler that is nobody's subclass."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter([[i, i + 1] for i in range(0, self.length, 2)])
+
+    def __len__(self):
+        return self.length // 2
+
+
+def check_alone(rank, world_size, folder):
+    def shuffled(**kwargs):
+        return DataLoader(Rows(8), 2, shuffle=True, **kwargs)
+
+    seen = read(check_same_as_whole(folder, "shuffled", shuffled))
+    assert len({tuple(i for e, b in seen if e == epoch for i in b) for epoch in range(3)}) == 3
+    check_same_as_whole(folder, "own generator", lambda: shuffled(generator=torch.Generator().manual_seed(5)))
+    sampler = lambda: RandomSampler(Rows(8), generator=torch.Generator().manual_seed(6))  # noqa: E731
+    check_same_as_whole(folder, "own sampler", lambda: DataLoader(Rows(8), 2, sampler=sampler()))
+    again = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    check_same_as_whole(folder, "persistent", lambda: shuffled(**again))
+    check_same_as_whole(folder, "no batches", lambda: DataLoader(Rows(5), batch_size=None, shuffle=True))
+    check_same_as_whole(folder, "iterable", lambda: DataLoader(Numbers(), 2))
+    check_same_as_whole(folder, "limited iterable", lambda: DataLoader(Numbers(), 2), limit_train_batches=4)
+    check_same_as_whole(folder, "batch sampler", lambda: DataLoader(Rows(8), batch_sampler=Pairs(8)))
+    check_same_as_whole(folder, "limited", shuffled, limit_train_batches=3)
+
+    # A loader of persistent workers that was used for a fit serves the next one.
+    loader = shuffled(**again)
+    assert len(alone(folder, loader)[1].seen) == len(alone(folder, loader)[1].seen) == 12
+
+    _, whole = alone(folder, shuffled())
+    _, second = alone(folder, shuffled(), resume=f"{folder}/shuffled-1", module=Scheduled())
+    assert read(second) == read(whole)[1:]
+
+    alone(folder, shuffled(), callbacks=[SavesInside(f"{folder}/inside")])
+    _, second = alone(folder, shuffled(), resume=f"{folder}/inside")
+    assert read(second) == read(whole)[1:]
+    assert order(f"{folder}/inside")[0]["batches"] == 1
+
+    # Stopped by a number of steps in the middle of an epoch: Lightning counts the epoch as done.
+    trainer, first = alone(folder, shuffled(), max_steps=6)
+    trainer.save_checkpoint(f"{folder}/steps")
+    for more in ({"max_steps": 12}, {}):
+        trainer, second = alone(folder, shuffled(), resume=f"{folder}/steps", **more)
+        assert read(first) + read(second) == read(whole), more
+        assert trainer.current_epoch == 3 and second.epochs_ended == [1, 2]
+
+    # Another batch size: the rest of the order in the new batches, then ordinary epochs.
+    _, second = alone(folder, DataLoader(Rows(8), 3, shuffle=True), resume=f"{folder}/shuffled-1")
+    rest = [i for e, batch in read(whole)[1:] if e == 0 for i in batch]
+    assert read(second)[:2] == [(0, rest[:3]), (0, rest[3:])] and len(second.seen) == 2 + 3 + 3
+
+    with pytest.raises(CheckpointError, match=r"the training data \(DataLoader of Rows\) has 7 samples and had 8"):
+        alone(folder, DataLoader(Rows(7), 2, shuffle=True), resume=f"{folder}/shuffled-1")
+    with pytest.warns(UserWarning, match=r"the training data \(DataLoader of Rows\) has 10 samples and had 8"):
+        _, second = alone(folder, DataLoader(Rows(10), 2, shuffle=True), resume=f"{folder}/shuffled-1")
+    assert read(second)[:3] == read(whole)[1:4] and sorted(second.indices(1)) == list(range(10))
+
+
+def test_one_process_goes_on_with_any_loader(tmp_path):
+    run_ranks(check_alone, 1, init=False, folder=str(tmp_path), timeout_s=300)
