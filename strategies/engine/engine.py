@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from shardlight.ops.memory import keep_freed_memory
 from shardlight.ops.sums import all_true, real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
@@ -96,6 +97,8 @@ class Engine:
             # fp32 weights are there anyway, and autocast makes its copies as it goes.
             dtypes = replace(dtypes, compute=None)
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
+        if device.type == "cpu":
+            keep_freed_memory()
         groups = group if isinstance(group, EngineGroups) else EngineGroups(group)
         self.ranks = Ranks(groups, device, collectives)
         self.collectives = self.ranks.world
