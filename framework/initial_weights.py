@@ -14,7 +14,7 @@ class InitFromConfig:
     """Where the first weights come from; nothing else is taken from there (no optimizer state, no position)."""
 
     path: str
-    """A .safetensors file, a folder with one or with its index of several, or a checkpoint folder of ours."""
+    """A .safetensors file, a folder with one or with its index of several, a checkpoint, or a file of torch.save."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Prefixes of names in the file and what they become; '' puts a prefix before every other name."""
     strict: bool = True

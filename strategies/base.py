@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
 from shardlight.strategies.data_position import DataPosition
@@ -72,7 +73,7 @@ class ShardedStrategy(Saving):
         self._trainer_accelerator: Accelerator | None = None
         self._belongs_to_trainer = False
         self._stopping: StopTogether | None = None
-        self._reader: CheckpointReader | None = None
+        self._reader: CheckpointReader | LightningFile | None = None
         self._randomness = EpochRandomness()
         self._position: DataPosition | None = None
         self._losses = LossLog()

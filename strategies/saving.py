@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.disk import remove_folder
+from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.opening import NothingToRestore, names_to_skip, open_first
 from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
@@ -31,7 +32,7 @@ class Saving(RankCalls):
     """The part of Lightning's contract that is about checkpoints."""
 
     engine: Engine
-    _reader: CheckpointReader | None
+    _reader: CheckpointReader | LightningFile | None
     _randomness: EpochRandomness
     _losses: LossLog
     _data_position: Callable[[], DataPosition]
@@ -118,6 +119,9 @@ class Saving(RankCalls):
         assert self._reader is not None
         self._restore_finetuning_groups()
         optimizers = [_inner(o) for o in self.optimizers]
+        if isinstance(self._reader, LightningFile):
+            name = self.engine.local_parameters.name
+            self._reader.name_parameters([[[name(p) for p in g["params"]] for g in o.param_groups] for o in optimizers])
         fresh, unused = trainer_state.load_optimizers(self.engine, self._reader, optimizers, self._skip)
         if fresh:
             rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
@@ -125,8 +129,13 @@ class Saving(RankCalls):
             rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
         load_window(self.engine, self._reader, self._skip)
         self._losses.take_from(checkpoint)
-        saved_by = int(self._reader.content["world_size"])
-        if saved_by != self.world_size:
+        saved_by = self._reader.content["world_size"]
+        if saved_by is None:
+            rank_zero_warn(
+                f"{self._reader.path} is Lightning's own: it has no random numbers and no position in the data, so "
+                "that an epoch it is in the middle of has its first samples again."
+            )
+        elif saved_by != self.world_size:
             rank_zero_warn(
                 f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights and "
                 "optimizer state are the same, and so are the samples that are left of an epoch; random numbers, such "

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.lightning_file import LightningFile, open_checkpoint
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
@@ -19,7 +20,7 @@ class NothingToRestore(dict[str, Any]):
         return False
 
 
-def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> CheckpointReader | None:
+def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> CheckpointReader | LightningFile | None:
     """Opens the first checkpoint that is whole, once all of it that will be read has been compared. Collective.
 
     Args:
@@ -40,10 +41,10 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
     return None
 
 
-def _open_together(engine: Engine | None, path: Any, fitting: bool) -> CheckpointReader:
+def _open_together(engine: Engine | None, path: Any, fitting: bool) -> CheckpointReader | LightningFile:
     reader, fault = None, ""
     try:
-        reader = CheckpointReader(path)
+        reader = open_checkpoint(path)
         if fitting and reader.content.get("optimizers") is None:
             raise CheckpointError(
                 f"{path} holds weights only (it was saved with save_weights_only), so training cannot go on from it: "

@@ -39,12 +39,7 @@ class CheckpointReader:
             inside = (self.path.parent / MANIFEST).is_file()
             raise CheckpointError(
                 f"{self.path} is a file, and checkpoints here are folders: "
-                + (
-                    f"pass {self.path.parent}."
-                    if inside
-                    else "for one of Lightning's own (.ckpt), load its state_dict "
-                    "with torch.load(PATH, weights_only=True), and pass that to shardlight.strategies.load_weights."
-                )
+                + (f"pass {self.path.parent}." if inside else "this is none, and no .ckpt file of Lightning.")
             )
         manifest = Manifest.read(self.path)
         self.content: dict[str, Any] = manifest.content

@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import compare, write
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+Reader = CheckpointReader | LightningFile
 
 
 class StoredValue(Tensor):
@@ -30,11 +33,11 @@ class StoredValue(Tensor):
     """All of it, once it was used."""
 
     @staticmethod
-    def __new__(cls, reader: CheckpointReader, name: str) -> "StoredValue":
+    def __new__(cls, reader: Reader, name: str) -> "StoredValue":
         """Makes it without memory."""
         return torch.Tensor._make_wrapper_subclass(cls, reader.shape(name), dtype=reader.dtype(name))
 
-    def __init__(self, reader: CheckpointReader, name: str) -> None:
+    def __init__(self, reader: Reader, name: str) -> None:
         self._reader = reader
         self.stored_name = name
         self.changed = None
@@ -68,7 +71,7 @@ class StoredValue(Tensor):
         return self.whole().tolist()
 
 
-def stored_state(reader: CheckpointReader) -> dict[str, Tensor]:
+def stored_state(reader: Reader) -> dict[str, Tensor]:
     """Returns the state dict of a checkpoint; the names of a tied weight have one value."""
     found: dict[str, Tensor] = {n: StoredValue(reader, f"model/{n}") for n in reader.names("model/")}
     for name, same in reader.content.get("aliases", {}).items():
@@ -86,7 +89,7 @@ class EditedState:
     Raises: CheckpointError: a value is no tensor.
     """
 
-    def __init__(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
+    def __init__(self, reader: Reader, state: Mapping[str, Any]) -> None:
         self.where = str(reader.path)
         self._reader = reader
         self._state = state

@@ -1,6 +1,7 @@
 """Loading full weights into a module, sharded or not: each rank reads only the elements that it keeps.
 
-Weights come from a safetensors file, a folder of them with an index, a checkpoint folder of ours, or a dict of tensors.
+Weights come from a safetensors file, a folder of them with an index, a checkpoint folder of ours, a file of torch.save
+(Lightning's .ckpt), or a dict of tensors.
 All faults are found, and reported together, before anything is changed.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from shardlight.strategies.checkpoint.lightning_file import LightningFile, is_torch_file
 from shardlight.strategies.checkpoint.manifest import MANIFEST
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.deferred.record import note_overwrite
@@ -79,13 +81,13 @@ class TensorDict:
 
 
 class SavedModel:
-    """The weights of a checkpoint folder of ours as a source.
+    """The weights of a checkpoint as a source.
 
     Args:
         names: those to use; None: all.
     """
 
-    def __init__(self, reader: CheckpointReader, names: Sequence[str] | None = None) -> None:
+    def __init__(self, reader: CheckpointReader | LightningFile, names: Sequence[str] | None = None) -> None:
         self.where = str(reader.path)
         self._reader = reader
         self._aliases: dict[str, str] = reader.content.get("aliases", {})
@@ -207,11 +209,8 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> WeightSo
         raise CheckpointError(f"{path}: there is no such file or folder.")
     if (path / MANIFEST).is_file():
         return SavedModel(CheckpointReader(path))
-    if path.is_file() and path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise CheckpointError(
-            f"{path} is a pickle, which can run code, and is not read: convert it to safetensors first, or load it "
-            "yourself with torch.load(path, weights_only=True) and pass the dict."
-        )
+    if is_torch_file(path):
+        return SavedModel(LightningFile(path))
     return SafetensorsFiles(path)
 
 
@@ -253,7 +252,7 @@ def load_weights(
     Args:
         module: the whole model or a part of it; names are those of its `state_dict`.
         source: a .safetensors file, a folder with one or with a `model.safetensors.index.json`, a checkpoint folder of
-            ours, or a dict of tensors. Of a tied weight any one of its names is enough.
+            ours, a file of torch.save, or a dict of tensors. Of a tied weight any one of its names is enough.
         strict: everything has to fit; False: what fits is loaded, and the report says what did not.
         rename: from the source's names to the model's: prefixes to replace (the longest that fits, once), or a function
             that returns the new name, or None for a tensor to leave out.
