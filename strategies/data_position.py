@@ -72,28 +72,31 @@ class DataPosition:
     def log(self, loader: Any) -> ReadLog:
         """Returns the log of a loader; after `reload_dataloaders_every_n_epochs` the one of the loader before it."""
         number = self._number(loader)
+        if number is None:
+            return ReadLog()
         while len(self._logs) <= number:
             self._logs.append(ReadLog())
             if len(self._logged) >= len(self._logs):
                 self._logs[-1].load_state(self._logged[len(self._logs) - 1])
         return self._logs[number]
 
-    def _number(self, loader: Any) -> int:
+    def _number(self, loader: Any) -> int | None:
+        """The loader's number among those that training reads; None: it is none of them."""
+        return next((number for number, one in enumerate(self._loaders) if one is loader), None)
+
+    @property
+    def _loaders(self) -> list[Any]:
         combined = self._fit._combined_loader
-        return [one is loader for one in combined.flattened].index(True) if combined is not None else 0
+        return [] if combined is None else combined.flattened
 
     # --- checkpoints
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank."""
-        combined = self._fit._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        logs = [log.state(loader.held) for log, loader in zip(self._logs, loaders, strict=False)]
-        generators = [loader.generators() for loader in loaders]
-        return {
-            "order": [*logs, *self._logged[len(logs) :]],
-            "generators": [*generators, *self._generators[len(generators) :]],
-        }
+        logs = [log.state(loader.held) for log, loader in zip(self._logs, self._loaders, strict=False)]
+        waiting = dict(enumerate(self._generators))
+        generators = [waiting.get(number) or loader.generators() for number, loader in enumerate(self._loaders)]
+        return {"order": [*logs, *self._logged[len(logs) :]], "generators": generators or self._generators}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Takes up what `state` returned on the same number of ranks."""
@@ -103,7 +106,7 @@ class DataPosition:
     def saved_generators(self, loader: Any) -> Mapping[str, Any]:
         """Returns, once, what a checkpoint kept of the generators of a loader."""
         number = self._number(loader)
-        if number >= len(self._generators):
+        if number is None or number >= len(self._generators):
             return {}
         saved, self._generators[number] = self._generators[number], {}
         return saved

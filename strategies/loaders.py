@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
@@ -178,7 +179,8 @@ class LockstepLoader:
         """Returns how many samples of this epoch training has had on all ranks together, and of which order.
 
         Plain data: `samples` (0 when the epoch is over), `ranks`, `batch_size` of each, `open_window` (micro-batches
-        of an accumulation window that are in), and `order` (see `order_of`) or else `batches` of each rank.
+        of an accumulation window that are in), and `order` (see `order_of`) or else `batches` of each rank and the
+        `length` of the data set.
         """
         if self._resume is not None:
             return dict(self._resume)
@@ -188,7 +190,9 @@ class LockstepLoader:
         if not samples or self._position.epoch_is_over or (self._batches is not None and read >= self._batches):
             return {"samples": 0}
         state = {"samples": samples, "ranks": ranks, "batch_size": size, "open_window": self._position.open_window}
-        return state | ({"batches": read} if self._order is None else {"order": dict(self._order)})
+        if self._order is not None:
+            return state | {"order": dict(self._order)}
+        return state | {"batches": read, "length": self._dataset_length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration go on where the state was saved, also on other ranks or with other batches.
@@ -200,8 +204,8 @@ class LockstepLoader:
         ranks, size = self._position.ranks, self._batch_size
         batches = state["samples"] // (ranks * size)
         same = (state["ranks"], state["batch_size"]) == (ranks, size)
-        ordered = "order" in state and order_of(self.loader, ranks, self._position.rank) is not None
-        if ordered:
+        known = order_of(self.loader, ranks, self._position.rank) is not None
+        if known and "order" in state:
             self._check_length(state["order"])
             rest = self._deal(state)
             if rest.repeated_to_fill:
@@ -211,14 +215,22 @@ class LockstepLoader:
                 )
             left = rest.batches
         else:
-            if not same or "order" in state:
+            length = state["order"]["length"] if "order" in state else state["length"]
+            if length != self._dataset_length:
                 rank_zero_warn(
-                    f"{self._name}: of the half-done epoch {state['ranks']} ranks have read {state['samples']} samples "
-                    f"in batches of {state['batch_size']}, and it goes on with {ranks} ranks and batches of {size}. "
-                    f"Its order is not known to shardlight ({self._why_unknown}), so each rank passes over its first "
-                    f"{batches} batches: until the epoch ends some samples may come twice and others not at all."
+                    f"{self._name} has {self._dataset_length} samples and had {length} when the checkpoint was saved "
+                    f"in the middle of an epoch: each rank passes over its first {batches} batches, whatever they hold."
                 )
-                state = {k: v for k, v in state.items() if k != "order"} | {"batches": batches}
+            if not same or "order" in state:
+                why = "its ranks did not share one" if known else self._why_unknown
+                rank_zero_warn(
+                    f"{self._name}: of the half-done epoch {state['samples']} samples were read in batches of "
+                    f"{state['batch_size']} on each of {state['ranks']} ranks; on {ranks}, with batches of {size}, "
+                    f"each rank passes over its first {batches} batches. The order is not known to shardlight ({why}): "
+                    "until the epoch ends some samples may come twice and others not at all."
+                )
+                state = {k: v for k, v in state.items() if k != "order"}
+                state |= {"batches": batches, "length": self._dataset_length}
             left = None if self._length is None or same else max(1, self._length - batches)
         self._resume = state
         if left is not None and self._length is not None:
@@ -231,7 +243,8 @@ class LockstepLoader:
         return Deal(state["order"], state["samples"], self._position.ranks, self._batch_size, drop_uneven, drop_last)
 
     def _check_length(self, order: Order) -> None:
-        before, now = int(order["length"]), len(self.loader.dataset)
+        before, now = int(order["length"]), self._dataset_length
+        assert now is not None
         if now < before:
             raise CheckpointError(
                 f"{self._name} has {now} samples and had {before} when the checkpoint was saved in the middle of an "
@@ -250,6 +263,10 @@ class LockstepLoader:
         batched = getattr(self.loader, "batch_sampler", None) is not None or self._iterable
         size = getattr(self.loader, "batch_size", None) if batched else None
         return size if isinstance(size, int) else 1
+
+    @property
+    def _dataset_length(self) -> int | None:
+        return None if self._iterable else sized_len(getattr(self.loader, "dataset", None))
 
     @property
     def _iterable(self) -> bool:

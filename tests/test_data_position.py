@@ -1,7 +1,10 @@
 """A run that goes on in the middle of an epoch sees each sample once, on whatever ranks and in whatever batches."""
 
+import hashlib
+import json
 import math
 import warnings
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,12 +12,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
 from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.loss_log import LossLog
+from shardlight.strategies.sample_order import Deal, draw, order_of
 from test_lightning_fit import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 F64 = {"dtype": torch.float64}
 WORLDS = (1, 2, 3, 4)
@@ -351,7 +358,219 @@ def check_alone(rank, world_size, folder):
     with pytest.warns(UserWarning, match=r"the training data \(DataLoader of Rows\) has 10 samples and had 8"):
         _, second = alone(folder, DataLoader(Rows(10), 2, shuffle=True), resume=f"{folder}/shuffled-1")
     assert read(second)[:3] == read(whole)[1:4] and sorted(second.indices(1)) == list(range(10))
+    with pytest.warns(UserWarning, match=r"has 6 samples and had 8 .*: each rank passes over its first 1 batches"):
+        alone(folder, DataLoader(Rows(6), batch_sampler=Pairs(6)), resume=f"{folder}/batch sampler-1")
 
 
 def test_one_process_goes_on_with_any_loader(tmp_path):
     run_ranks(check_alone, 1, init=False, folder=str(tmp_path), timeout_s=300)
+
+
+def alone_on(world, folder, loader, resume=None, save=None, **kwargs):
+    module, callbacks = Module(), [SavesAfter(*save)] if save else []
+    torch.manual_seed(11)
+    settings = {"max_epochs": 1, "limit_val_batches": 0, **kwargs}
+    trainer = make_trainer("zero2", world, folder, callbacks=callbacks, **settings)
+    trainer.fit(module, loader, DataLoader(Rows(1), 1), ckpt_path=resume)
+    return trainer, module
+
+
+class SavesAfter(pl.Callback):
+    """Saves after a number of batches, and goes on."""
+
+    def __init__(self, batches, path):
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+class Two(Module):
+    """Reads a long and a short loader, which comes round several times."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch["short"], batch_idx)
+        self.short, self.seen = [*getattr(self, "short", []), self.seen[-1]], self.seen[:-1]
+        return super().training_step(batch["long"], batch_idx)
+
+
+def pair_of_loaders(world, folder, **kwargs):
+    module, resume = Two(), kwargs.pop("resume", None)
+    trainer = make_trainer("zero2", world, folder, use_distributed_sampler=True, **kwargs)
+    loaders = {"long": DataLoader(Rows(24), 2, shuffle=True), "short": DataLoader(Rows(8), 2, shuffle=True)}
+    trainer.fit(module, loaders, DataLoader(Rows(world)), ckpt_path=resume)
+    return trainer, module
+
+
+def of_unknown_order(rank, world):
+    return {
+        "numbers": DataLoader(Numbers(rank, world, 16), 2),
+        "pairs": DataLoader(Rows(16), batch_sampler=Pairs(16)),
+        "each": DataLoader(Rows(16), 2, sampler=RandomSampler(Rows(16))),
+    }
+
+
+WINDOW = Cell("window", 48, 0, 2, accumulate=4)
+
+
+def two_save(rank, world_size, folder):
+    trainer, module = fit(Cell("digest", 24, 0, 3), 2, folder)
+    trainer.save_checkpoint(f"{folder}/digest")
+    digest = b""
+    for _, _, indices in module.seen:
+        digest = hashlib.sha256(digest + array("q", indices).tobytes()).digest()
+    assert order(f"{folder}/digest", rank) == [{"epoch": 1, "batches": 8, "samples": 24, "digest": digest.hex()}]
+
+    trainer, module = fit(WINDOW, 2, folder, epochs=1, callbacks=[SavesAfter(6, f"{folder}/window")])
+    trainer.save_checkpoint(f"{folder}/window-whole")
+    window = everyone(trainer, module.seen[:6])
+    trainer, module = pair_of_loaders(2, folder, callbacks=[SavesAfter(3, f"{folder}/two")])
+    two = everyone(trainer, [module.seen[:3], module.short[2:3]])
+    for name, loader in of_unknown_order(rank, 2).items():
+        alone_on(2, folder, loader, save=(2, f"{folder}/{name}"))
+    return [window, two]
+
+
+def one_goes_on(rank, world_size, folder, window, two):
+    expected = pytest.warns(UserWarning, match="was saved by 2 ranks and goes on with 1")
+    # Saved inside a window of 4 x 2 ranks: as a window of 8 it takes 4 more micro-batches, and the losses are the same.
+    with expected:
+        one = Cell("window", 48, 0, 2, accumulate=8)
+        trainer, module = fit(one, 1, folder, epochs=1, resume=f"{folder}/window")
+    assert [b for _, b, _ in module.seen] == list(range(12, 24)) and trainer.global_step == 3
+    assert module.stepped_after == [1] * 3 + [2] * 8 + [3]
+    assert sorted(i for part in [*window, module.seen] for _, _, batch in part for i in batch) == list(range(48))
+    trainer.save_checkpoint(f"{folder}/window-end")
+    torch.testing.assert_close(losses(f"{folder}/window-end"), losses(f"{folder}/window-whole"), rtol=1e-9, atol=0.0)
+
+    with expected:
+        _, module = pair_of_loaders(1, folder, resume=f"{folder}/two")
+    assert [b for _, b, _ in module.seen] == list(range(6, 12))
+    had = [i for long, _ in two for _, _, batch in long for i in batch]
+    assert sorted(had + [i for _, _, batch in module.seen for i in batch]) == list(range(24))
+    short = [i for _, part in two for _, _, batch in part for i in batch]
+    assert sorted(short + [i for _, _, batch in module.short[:2] for i in batch]) == list(range(8))
+
+    whys = {"numbers": "the data set is iterable", "pairs": "batches come from a Pairs", "each": "did not share one"}
+    for name, loader in of_unknown_order(0, 1).items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, module = alone_on(1, folder, loader, resume=f"{folder}/{name}")
+        said = [str(w.message) for w in caught if str(w.message).startswith("the training data (DataLoader of")]
+        assert len(said) == 1 and whys[name] in said[0] and "passes over its first 4 batches" in said[0], (name, said)
+        # Eight samples on two ranks are passed over.
+        assert len(module.seen) == 4, (name, module.seen)
+
+
+def test_one_rank_goes_on_with_windows_and_loaders_of_two(tmp_path):
+    (window, two), _ = run_ranks(two_save, 2, init=False, folder=str(tmp_path), timeout_s=200)
+    run_ranks(one_goes_on, 1, init=False, folder=str(tmp_path), window=window, two=two, timeout_s=200)
+
+
+# --- the loss log
+
+
+class SometimesInf(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.returned = [*getattr(self, "returned", []), loss.item()]
+        return loss * float("inf") if self.trainer.global_step == 1 else loss
+
+
+def check_losses(rank, world_size, folder):
+    with pytest.warns(UserWarning, match="a step was skipped"):
+        trainer, module = alone(folder, DataLoader(Rows(8), 2), module=SometimesInf(), max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/inf")
+    kept = losses(f"{folder}/inf")
+    assert kept.dtype == torch.float64 and kept.shape == (4,) and kept[1].isnan()
+    assert [kept[n].item() for n in (0, 2, 3)] == [module.returned[n] for n in (0, 2, 3)]
+
+    trainer = make_trainer("zero1", 1, folder)
+    trainer.validate(Module(), DataLoader(Rows(2)), ckpt_path=f"{folder}/inf", verbose=False)
+    trainer.save_checkpoint(f"{folder}/validated")
+    assert "losses" not in load_trainer(CheckpointReader(f"{folder}/validated"))
+
+    class OwnLosses(Module):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["losses"] = [1.0, 2.0]
+
+    trainer, _ = alone(folder, DataLoader(Rows(8), 2), module=OwnLosses(), max_epochs=1)
+    with pytest.warns(UserWarning, match="its key 'losses' was taken in on_save_checkpoint"):
+        trainer.save_checkpoint(f"{folder}/own")
+    assert losses(f"{folder}/own") == [1.0, 2.0]
+
+
+def test_the_loss_of_every_step_is_kept(tmp_path):
+    run_ranks(check_losses, 1, init=False, folder=str(tmp_path))
+
+
+def test_a_million_losses_cost_eight_bytes_each():
+    log = LossLog()
+    for n in range(10):
+        log.add(float(n))
+    before = log.tensor()
+    log.add(float("nan"))
+    assert before.tolist() == list(range(10)) and len(log) == 11
+    other = LossLog()
+    other.take_from({"losses": log.tensor()})
+    assert torch.equal(other.tensor().nan_to_num(-1.0), log.tensor().nan_to_num(-1.0))
+    other.take_from({})
+    assert other.tensor().shape == (0,)
+
+
+# --- the arithmetic
+
+
+@given(
+    length=st.integers(1, 40), ranks=st.integers(1, 5), size=st.integers(1, 4), shuffle=st.booleans(),
+    uneven=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_a_deal_goes_on_as_the_sampler_would_have(length, ranks, size, shuffle, uneven, data):
+    def sampler(rank):
+        made = DistributedSampler(range(length), ranks, rank, shuffle, seed=4, drop_last=uneven)
+        made.set_epoch(2)
+        return made
+
+    whole = [list(sampler(rank)) for rank in range(ranks)]
+    described = order_of(DataLoader(range(length), size, sampler=sampler(0)), ranks, 0)
+    had = data.draw(st.integers(0, max(0, len(whole[0]) - 1) // size))
+    left = Deal(described, had * size * ranks, ranks, size, drop_uneven=uneven)
+    if length >= ranks or not uneven:
+        assert [left.indices(rank) for rank in range(ranks)] == [w[had * size :] for w in whole]
+        assert left.batches == math.ceil(len(whole[0][had * size :]) / size)
+    # Dealt to other ranks in other batches, each sample comes once before any comes again.
+    others, other_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    dealt = Deal(described, had * size * ranks, others, other_size)
+    shares = [dealt.indices(rank) for rank in range(others)]
+    rest = draw(described)[had * size * ranks :].tolist()
+    assert [i for turn in zip(*shares, strict=True) for i in turn][: len(rest)] == rest
+    assert 0 <= sum(map(len, shares)) - len(rest) < others
+    full = Deal(described, had * size * ranks, others, other_size, drop_last=True)
+    assert full.batches == max(1, dealt.each // other_size) and full.repeated_to_fill == (dealt.each < other_size)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_random_order_is_drawn_again(replacement, own):
+    torch.manual_seed(8)
+    generator = torch.Generator().manual_seed(9) if own else None
+    sampler = RandomSampler(range(7), replacement, num_samples=40, generator=generator)
+    loader = DataLoader(range(7), 3, sampler=sampler)
+    described = json.loads(json.dumps(order_of(loader, 1, 0)))
+    assert draw(described).tolist() == list(sampler)
+    assert order_of(loader, 2, 0) is None
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [1, 2],
+        DataLoader(Numbers(), 2),
+        DataLoader(range(8), batch_sampler=Pairs(8)),
+        DataLoader(range(8), batch_sampler=BatchSampler(range(8), 2, False), num_workers=0),
+        DataLoader(range(8), sampler=[3, 1, 2]),
+    ],
+)
+def test_other_orders_are_not_known(loader):
+    assert order_of(loader, 1, 0) is None

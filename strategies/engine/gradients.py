@@ -143,6 +143,9 @@ class Gradients:
             if self.window.loss_scale is None:
                 self.window.loss_scale = loss_scale
             share = self.window.loss_scale * (1.0 if weight is None else weight)
+            if factor is not None and factor != self.window.factor:
+                # A window that was saved goes on with other windows: what it holds is in the units it began with.
+                share *= factor / self.window.factor
             scaled = loss if share == 1.0 and weight is None else loss * share
             (run or Tensor.backward)(scaled)
         if factor is None:

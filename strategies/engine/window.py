@@ -69,7 +69,8 @@ class Window:
         Args:
             loss: 0-dim, the local mean as it was returned by the step.
             weight: None for a plain loss.
-            factor: what the loss was divided by for the mean over the window; None: losses of a window are added up.
+            factor: what the loss was divided by for the mean over the window, of which the first of a window counts;
+                None: losses of a window are added up.
         Raises: GradientError: plain and weighted losses in one window.
         """
         weighted = weight is not None
@@ -81,7 +82,10 @@ class Window:
         self.weighted = weighted
         share = 1.0 if weight is None else weight
         self.micro_batches += 1
-        self.factor = float(self.micro_batches) if factor is None else factor
+        if factor is None:
+            self.factor = float(self.micro_batches)
+        elif self.micro_batches == 1:
+            self.factor = factor
         if share:
             self.losses.append((loss, share))
         self.weight_sum += share
