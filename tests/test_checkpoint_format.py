@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from shardlight.strategies.checkpoint import disk, safetensors_file
 from shardlight.strategies.checkpoint.boxes import Box, boxes_of_range, whole
 from shardlight.strategies.checkpoint.disk import write_file
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
@@ -122,6 +124,61 @@ def test_blocks_of_columns_are_read_as_rows(tmp_path):
     reader = CheckpointReader(folder)
     assert torch.equal(reader.read("w"), whole_tensor)
     assert torch.equal(reader.read("w", 4, 21), whole_tensor.reshape(-1)[4:21])
+
+
+def test_parts_of_any_size_make_one_file_with_a_checksum_of_each_chunk(tmp_path, monkeypatch):
+    drawn, begun = random.Random(0), []
+    monkeypatch.setattr(safetensors_file, "start_writing", lambda file, start, nbytes: begun.append((start, nbytes)))
+    sizes = [
+        0,
+        1,
+        70_000,
+        CHUNK_BYTES,
+        3 * CHUNK_BYTES + 5,
+        9 * CHUNK_BYTES,
+        12,
+        *(drawn.choices([7, 65_535, 65_536], k=60)),
+    ]
+    for number, order in enumerate((sizes, sizes[::-1], [], [CHUNK_BYTES] * 2)):
+        parts = [drawn.randbytes(n) for n in order]
+        file = safetensors_file.ChecksummedFile(tmp_path / str(number))
+        for part in parts:
+            file.write(part)
+        stored, whole_file = file.finish(), b"".join(parts)
+        assert (tmp_path / str(number)).read_bytes() == whole_file and stored.nbytes == len(whole_file)
+        chunks = (whole_file[at : at + CHUNK_BYTES] for at in range(0, len(whole_file), CHUNK_BYTES))
+        assert stored.crc32 == tuple(map(zlib.crc32, chunks))
+        ends = [0, *(start + nbytes for start, nbytes in begun)]
+        assert [start for start, _ in begun] == ends[:-1] and ends[-1] <= len(whole_file)
+        assert bool(begun) == (number < 2)
+        begun.clear()
+
+
+def test_the_system_may_refuse_to_begin_with_writing(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        disk.start_writing(file.fileno(), 0, 1 << 20)
+    disk.start_writing(file_of_a_pipe := os.pipe()[1], 0, 1)
+    os.close(file_of_a_pipe)
+
+
+def test_what_is_damaged_is_never_taken_for_read(tmp_path):
+    """Neither what goes straight into a tensor nor what is kept of a chunk that was read before."""
+    value = torch.arange(3 * CHUNK_BYTES // 4 + 10.0)
+    write_checkpoint(tmp_path / "a", [[("model/x", value, value.shape, 0)]])
+    path = tmp_path / "a/rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    for at in (5_000, CHUNK_BYTES + 7, len(data) - 3):
+        reader = CheckpointReader(tmp_path / "a")
+        data[at] ^= 16
+        path.write_bytes(data)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="damaged between byte"):
+                reader.read("model/x")
+        with pytest.raises(CheckpointError, match="damaged between byte"):
+            reader.read("model/x", max(0, at // 4 - 300), min(len(value), at // 4 + 5))
+        data[at] ^= 16
+        path.write_bytes(data)
+        assert torch.equal(reader.read("model/x"), value) and torch.equal(reader.read("model/x", 3, 9), value[3:9])
 
 
 def test_a_rank_s_file_is_a_safetensors_file(tmp_path):

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_AT_FDCWD, _EXCHANGE = -100, 2
+_AT_FDCWD, _EXCHANGE, _BEGIN = -100, 2, 2
 
 
 def write_all(file: int, data: memoryview | bytes) -> None:
@@ -19,6 +19,17 @@ def write_all(file: int, data: memoryview | bytes) -> None:
         if not written:
             raise OSError(errno.EIO, "nothing was written")
         rest = rest[written:]
+
+
+def start_writing(file: int, start: int, nbytes: int) -> None:
+    """Lets the system begin to bring bytes of a file to disk, where it can, and does not wait for them.
+
+    By itself Linux begins when much is waiting, or with `fsync`: until then the disk would be idle.
+    """
+    call = _of_libc("sync_file_range")
+    if call is not None:
+        # Whatever the answer is: `fsync` tells what could not be written.
+        call(file, ctypes.c_int64(start), ctypes.c_int64(nbytes), ctypes.c_uint(_BEGIN))
 
 
 def sync_folder(folder: Path) -> None:
@@ -72,13 +83,14 @@ def remove_folder(folder: Path) -> None:
 
 
 @cache
-def _renameat2() -> Any:
-    return getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+def _of_libc(name: str) -> Any:
+    """Returns a function that only some systems have."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def _exchange(a: Path, b: Path) -> bool:
     """Exchanges two names in one step; returns whether the system can."""
-    call = _renameat2()
+    call = _of_libc("renameat2")
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_EXCHANGE)) == 0:

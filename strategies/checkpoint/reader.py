@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from shardlight.ops.crc32 import crc32
-from shardlight.strategies.checkpoint.boxes import boxes_of_range, strides_of
+from shardlight.strategies.checkpoint.boxes import Box, boxes_of_range, strides_of
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -46,8 +46,9 @@ class CheckpointReader:
         self.files = manifest.files
         self.tensors: dict[str, StoredTensor] = manifest.tensors
         self._open: dict[int, int] = {}
-        self._checked: tuple[int, int, memoryview] | None = None
-        """The chunk that was checked last: file, number, bytes."""
+        self._room = memoryview(bytearray(CHUNK_BYTES))
+        self._checked: tuple[int, int] | None = None
+        """File and number of the chunk that is in `_room`."""
 
     def __del__(self) -> None:
         for file in getattr(self, "_open", {}).values():
@@ -105,44 +106,64 @@ class CheckpointReader:
                             slice(o - b, o - b + n)
                             for o, n, b in zip(common.offsets, common.sizes, box.offsets, strict=True)
                         )
-                        to[inside].copy_(self._part(tensor, piece, common.span(piece.box), common.sizes))
+                        self._take(tensor, piece, common, to[inside])
+
+    def _take(self, tensor: StoredTensor, piece: StoredPiece, box: Box, out: Tensor) -> None:
+        """Overwrites `out` with a box of a tensor that lies in a piece."""
+        span = box.span(piece.box)
+        memory = _memory_of(out) if out.dtype == TORCH_DTYPES[tensor.dtype] else None
+        if memory is None or span[1] - span[0] != box.numel:
+            out.copy_(self._part(tensor, piece, span, box.sizes))
+        else:
+            self._fill(memory, piece.file, piece.at + span[0] * ITEMSIZE[tensor.dtype])
 
     def _part(self, tensor: StoredTensor, piece: StoredPiece, span: tuple[int, int], sizes: tuple[int, ...]) -> Tensor:
         """Returns the box of `sizes` whose first and last elements are `span` in a piece's row-major memory."""
         size = ITEMSIZE[tensor.dtype]
-        data = self._bytes(piece.file, piece.at + span[0] * size, piece.at + span[1] * size)
+        data = bytearray((span[1] - span[0]) * size)
+        self._fill(memoryview(data), piece.file, piece.at + span[0] * size)
         flat = torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[tensor.dtype])
         return flat.as_strided(sizes, strides_of(piece.box.sizes))
 
-    def _bytes(self, file: int, start: int, stop: int) -> bytearray:
-        """Returns bytes [start, stop) of a file, of chunks that are as they were written."""
-        found = bytearray(stop - start)
+    def _fill(self, out: memoryview, file: int, start: int) -> None:
+        """Overwrites `out` with bytes of a file from `start` on, of chunks that are as they were written."""
+        stop = start + len(out)
         for number in range(start // CHUNK_BYTES, n_chunks(stop)):
-            chunk, at = self._chunk(file, number), number * CHUNK_BYTES
-            low, high = max(start, at), min(stop, at + len(chunk))
-            found[low - start : high - start] = chunk[low - at : high - at]
-        return found
+            at, length = number * CHUNK_BYTES, self._length(file, number)
+            low, high = max(start, at), min(stop, at + length)
+            part = out[low - start : high - start]
+            if high - low == length:
+                self._read(part, file, number)  # straight to where it is wanted
+            else:
+                part[:] = self._chunk(file, number)[low - at : high - at]
+
+    def _length(self, file: int, number: int) -> int:
+        return min(CHUNK_BYTES, self.files[file].nbytes - number * CHUNK_BYTES)
 
     def _chunk(self, file: int, number: int) -> memoryview:
-        if self._checked is not None and self._checked[:2] == (file, number):
-            return self._checked[2]
-        stored = self.files[file]
-        want = min(CHUNK_BYTES, stored.nbytes - number * CHUNK_BYTES)
-        data = bytearray(want)
+        """Returns a chunk, until another one is asked for."""
+        found = self._room[: self._length(file, number)]
+        if self._checked != (file, number):
+            self._checked = None
+            self._read(found, file, number)
+            self._checked = file, number
+        return found
+
+    def _read(self, out: memoryview, file: int, number: int) -> None:
+        """Reads a chunk. Raises: CheckpointError: it is damaged."""
+        stored, want = self.files[file], len(out)
         try:
             if file not in self._open:
                 self._open[file] = open_plain(self.path / stored.name)
-            got = _read_all(self._open[file], memoryview(data), number * CHUNK_BYTES)
+            got = _read_all(self._open[file], out, number * CHUNK_BYTES)
         except OSError as error:
             raise CheckpointError(f"{self.path / stored.name} cannot be read: {error}.") from None
-        if got < want or crc32(data) != stored.crc32[number]:
+        if got < want or crc32(out) != stored.crc32[number]:
             raise CheckpointError(
                 f"{self.path / stored.name} is damaged between byte {number * CHUNK_BYTES:,} and "
                 f"{number * CHUNK_BYTES + want:,}: "
                 + (f"it ends after {got} of them." if got < want else "it does not have the CRC-32 it was saved with.")
             )
-        self._checked = file, number, memoryview(data)
-        return self._checked[2]
 
     def verify(self, share: tuple[int, int] = (0, 1), wanted: Callable[[str], bool] | None = None) -> None:
         """Reads chunks and compares them with their checksums.
@@ -169,6 +190,13 @@ class CheckpointReader:
                     end = piece.at + piece.box.numel * ITEMSIZE[tensor.dtype]
                     found.update((piece.file, n) for n in range(piece.at // CHUNK_BYTES, n_chunks(end)))
         yield from sorted(found)
+
+
+def _memory_of(tensor: Tensor) -> memoryview | None:
+    """Returns the bytes of a tensor where they lie, None if they are not one range of this process's memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
 def _read_all(file: int, data: memoryview, at: int) -> int:

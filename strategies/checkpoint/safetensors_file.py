@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from shardlight.ops.crc32 import crc32_chunks
-from shardlight.strategies.checkpoint.disk import write_all
+from shardlight.ops.crc32 import crc32
+from shardlight.strategies.checkpoint.disk import start_writing, write_all
 from shardlight.strategies.checkpoint.dtypes import NAMES
 from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, StoredFile
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
-_WRITE_BYTES = 8 * CHUNK_BYTES
-"""Written by one call at most."""
+_SMALL_BYTES = 1 << 16
+"""Below it parts are copied together, since a call costs more than a copy."""
+_STARTED_BYTES = 8 * CHUNK_BYTES
+"""That the system begins to bring to disk at once."""
+_PAGE_BYTES = 1 << 12
 _STAGED_BYTES = 16 * CHUNK_BYTES
 """Of a tensor on a GPU, copied at once."""
 _ALIGNED_BYTES = 64
@@ -86,34 +89,49 @@ class ChecksummedFile:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._rest = bytearray()
-        """What does not fill a chunk yet."""
+        """Small parts, to be written together."""
         self._crc32: list[int] = []
+        """Of each chunk; of the last one so far."""
         self._nbytes = 0
+        self._written = self._started = 0
+        """Bytes that the system has, and of them those that it was told to begin with."""
 
     def write(self, data: memoryview | bytes) -> None:
         """Writes bytes."""
         left = memoryview(data)
-        self._nbytes += left.nbytes
-        if self._rest or left.nbytes < CHUNK_BYTES:
-            missing = CHUNK_BYTES - len(self._rest)
-            self._rest += left[:missing]
-            left = left[missing:]
-            if len(self._rest) == CHUNK_BYTES:
-                self._write_chunks(memoryview(self._rest))
-                self._rest = bytearray()
-        whole = left.nbytes // CHUNK_BYTES * CHUNK_BYTES
-        for start in range(0, whole, _WRITE_BYTES):
-            self._write_chunks(left[start : min(start + _WRITE_BYTES, whole)])
-        self._rest += left[whole:]
+        while left.nbytes:
+            part = left[: CHUNK_BYTES - self._nbytes % CHUNK_BYTES]
+            if self._nbytes % CHUNK_BYTES:
+                self._crc32[-1] = crc32(part, self._crc32[-1])
+            else:
+                self._crc32.append(crc32(part))
+            self._nbytes += part.nbytes
+            left = left[part.nbytes :]
+            if part.nbytes < _SMALL_BYTES:
+                self._rest += part
+            else:
+                self._write_rest()
+                self._write(part)
+        if len(self._rest) >= CHUNK_BYTES:
+            self._write_rest()
 
-    def _write_chunks(self, data: memoryview) -> None:
-        self._crc32 += crc32_chunks(data, CHUNK_BYTES)
+    def _write_rest(self) -> None:
+        if self._rest:
+            self._write(self._rest)
+            self._rest = bytearray()
+
+    def _write(self, data: memoryview | bytearray) -> None:
         write_all(self._file, data)
+        self._written += len(data)
+        if self._written - self._started >= _STARTED_BYTES:
+            # A page that is not full yet would be written twice.
+            end = self._written // _PAGE_BYTES * _PAGE_BYTES
+            start_writing(self._file, self._started, end - self._started)
+            self._started = end
 
     def finish(self) -> StoredFile:
         """Writes what is left and waits until all is on disk."""
-        if self._rest:
-            self._write_chunks(memoryview(self._rest))
+        self._write_rest()
         os.fsync(self._file)
         self.close()
         return StoredFile(self._path.name, self._nbytes, tuple(self._crc32))
