@@ -102,6 +102,36 @@ def bench_ops(
     _measure(lambda say: ops.run(peers, quick, install, say), "tables_of_ops", out, strict, peers or [])
 
 
+@bench.command("checkpoint")
+def bench_checkpoint(
+    size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="A,B", help="torch.save, dcp; default: both.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="On the disk to measure; default: the working directory."),
+    ] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, few rounds.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Strict = False,
+) -> None:
+    """Saving and loading beside torch.save, torch's DCP and plain writes to the same disk."""
+    from shardlight.framework.bench import checkpoint
+    from shardlight.framework.faults import suggest
+
+    name = size or ("tiny" if quick else "small")
+    if name not in checkpoint.SIZES:
+        fail(f"--size {name}: no such size.{suggest(name, checkpoint.SIZES)}")
+    if folder is not None and not folder.is_dir():
+        fail(f"--folder {folder}: there is no such folder.")
+    peers, chosen = _names(against), checkpoint.SIZES[name]
+    _measure(
+        lambda say: checkpoint.run(chosen, peers, quick, folder, say), "tables_of_checkpoint", out, strict, peers or []
+    )
+
+
 def _names(against: str | None) -> list[str] | None:
     return None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
 

@@ -31,6 +31,13 @@ NOISE = {
     "extra_ms": 1.5,
     "first_call_ms": 1.5,
     "install_s": 1.5,
+    "save_ms": 2.0,
+    "load_ms": 1.5,
+    "verify_ms": 1.5,
+    "time_to_raw": 1.2,
+    "time_to_same": 1.2,
+    "written_bytes": 1.01,
+    "checksum_cpu_share": 1.5,
 }
 """By which factor a metric has to change to mean something; 1 for what is counted and not in this table."""
 FLOOR = {"page_faults": 500.0, "loopback_bytes": 1e6, "first_call_ms": 1.0}

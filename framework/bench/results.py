@@ -40,6 +40,13 @@ UNITS = {
     "extra_ms": "ms",
     "first_call_ms": "ms",
     "install_s": "s",
+    "save_ms": "ms",
+    "load_ms": "ms",
+    "verify_ms": "ms",
+    "time_to_raw": "x",
+    "time_to_same": "x",
+    "written_bytes": "B",
+    "checksum_cpu_share": "",
 }
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 

@@ -47,6 +47,15 @@ GPU: list[tuple[str, str, Show]] = [
     ("us", "call_us", _ONE),
     ("GB/s", "buffer_bytes_per_s", lambda value: f"{value / 1e9:.1f}"),
 ]
+CHECKPOINT: list[tuple[str, tuple[str, ...], Show]] = [
+    ("ms", ("save_ms", "load_ms"), _WHOLE),
+    ("x plain writes, x same shape", ("time_to_raw", "time_to_same"), lambda value: f"{value:.2f}"),
+    ("CPU ms, all ranks", ("cpu_ms",), _WHOLE),
+    ("of it checksums", ("checksum_cpu_share",), lambda value: f"{100 * value:.0f}%"),
+    ("to verify alone, ms", ("verify_ms",), _WHOLE),
+    ("extra MB", ("peak_memory_bytes",), _MB),
+    ("MB on disk", ("written_bytes",), _MB),
+]
 WITHOUT = "-"
 
 
@@ -160,6 +169,27 @@ def tables_of_ops(result: Result) -> list[RenderableType]:
         else:
             ((metric, value),) = figures.items()
             cells = [f"{value:.2f} {UNITS[metric]}", WITHOUT, WITHOUT]
+        table.add_row(case if case != shown else "", who, *cells)
+        shown = case
+    return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
+
+
+def tables_of_checkpoint(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `checkpoint`."""
+    table = Table(title=f"checkpoint, {result.machine['size']}", title_justify="left", box=None, pad_edge=False)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result.rows:
+        if " rank " not in row.who:
+            found.setdefault((row.case, row.who), {})[row.metric] = row.value
+    headings = [heading for heading, _, _ in CHECKPOINT]
+    for heading in ("case", "by", *headings):
+        table.add_column(heading, justify="left" if heading in ("case", "by") else "right", no_wrap=True)
+    shown = ""
+    for (case, who), figures in found.items():
+        cells = []
+        for _, metrics, show in CHECKPOINT:
+            values = [figures[metric] for metric in metrics if metric in figures]
+            cells.append(show(values[0]) if values else WITHOUT)
         table.add_row(case if case != shown else "", who, *cells)
         shown = case
     return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]

@@ -57,9 +57,9 @@ class CollectivesProbe:
         return sum(e.name.startswith(("c10d::", SHARED)) for e in self._profile.events())
 
 
-def start_group(world_size: int) -> None:
-    """Starts the process group of the ranks of this crew."""
-    if world_size > 1 and not dist.is_initialized():
+def start_group(world_size: int, alone: bool = False) -> None:
+    """Starts the process group of the ranks of this crew; `alone`: also where there is one rank."""
+    if (world_size > 1 or alone) and not dist.is_initialized():
         store = f"file://{os.environ[STORE]}"
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
