@@ -6,7 +6,8 @@ batches that is where a run with these ranks would be, but for what does not div
 where an accumulation window begins, and the epoch is that much shorter by Lightning's count until it ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -159,23 +160,45 @@ class DataPosition:
         self._epoch_batches = aligned + rest if aligned + rest != limit else None
 
     def begin_training(self) -> None:
-        """Called at the start of training: makes the running epoch as long as its data is."""
-        if self._epoch_batches is None:
+        """Called at the start of training: a half-done epoch gets the length of its data, and its proper end."""
+        if not self._fit.restarting:
             return
         trainer, fit = self._trainer, self._fit
         ordinary = fit.max_batches, trainer.val_check_batch
-        fit.max_batches = fit._data_fetcher.length = self._epoch_batches
-        if isinstance(trainer.val_check_interval, float) and ordinary[1] is not None:
-            trainer.val_check_batch = max(1, int(self._epoch_batches * trainer.val_check_interval))
-        elif ordinary[1] == ordinary[0]:
-            trainer.val_check_batch = self._epoch_batches
-        self._epoch_batches = None
+        if self._epoch_batches is not None:
+            fit.max_batches = fit._data_fetcher.length = self._epoch_batches
+            if isinstance(trainer.val_check_interval, float) and ordinary[1] is not None:
+                trainer.val_check_batch = max(1, int(self._epoch_batches * trainer.val_check_interval))
+            elif ordinary[1] == ordinary[0]:
+                trainer.val_check_batch = self._epoch_batches
+            self._epoch_batches = None
         end_epoch = fit.on_advance_end
 
         def end_this_epoch(self: Any) -> None:
-            end_epoch()
+            with _stepping_plateaus(trainer):
+                end_epoch()
             fit.max_batches, trainer.val_check_batch = ordinary
             fit.on_advance_end = end_epoch
 
         # Undone at the latest when the fit ends, with the other methods that `StopTogether` has replaced.
         fit.on_advance_end = MethodType(end_this_epoch, fit)
+
+
+@contextmanager
+def _stepping_plateaus(trainer: pl.Trainer) -> Iterator[None]:
+    """Around the end of a resumed epoch, at which Lightning leaves out ReduceLROnPlateau: a run that never stopped
+    steps it. A metric that nobody has logged since the resume leaves it out as before.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def update(interval: str, update_plateau_schedulers: bool) -> None:
+        monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == interval]
+        if all(monitor in trainer.callback_metrics for monitor in monitors):
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+
+    trainer.fit_loop._restarting = False
+    loop.update_lr_schedulers = update
+    try:
+        yield
+    finally:
+        del loop.update_lr_schedulers
