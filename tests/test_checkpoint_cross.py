@@ -1,6 +1,7 @@
 """A checkpoint of any strategy and number of ranks opens under any other: every tensor to the last bit, and training
 goes on like one process."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from harness import run_ranks
 from loops import build, group, plans, rows
 from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
@@ -168,6 +170,12 @@ def test_a_checkpoint_opens_under_every_strategy_and_number_of_ranks(world, ever
     run_ranks(load_all, world, folder=checkpoints, every=every, timeout_s=200 if every else 90)
 
 
+def save_large(rank, world_size, folder):
+    model, optimizer, engine = start(world_size, "zero3", 2500)
+    step(model, optimizer, engine, 1)
+    save(model, optimizer, engine, f"{folder}/zero3", 1)
+
+
 def shares(rank, world_size, folder):
     for plan in PLAN_NAMES:
         model, optimizer, engine = start(world_size, plan)
@@ -182,3 +190,35 @@ def test_ranks_write_equal_shares_also_of_what_they_all_have(tmp_path):
         sizes = [f.nbytes for f in CheckpointReader(tmp_path / plan).files]
         assert max(sizes) < 1.2 * min(sizes), (plan, sizes)
         assert sum(sizes) < 12.2 * sum(p.numel() for p in start(1)[0].parameters()), "each element once"
+
+
+def bytes_read(rank, world_size, folder):
+    model, optimizer, engine = start(world_size, "zero3", 2500)
+    path, state = f"{folder}/zero3", model.state_dict(keep_vars=True)
+    total, read = sum(f.nbytes for f in CheckpointReader(path).files), [0]
+    preadv = os.preadv
+
+    def counted(file, buffers, at):
+        got = preadv(file, buffers, at)
+        read[0] += got
+        return got
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        reader = CheckpointReader(path)
+        trainer_state.verify_together(engine, reader, False)
+        verified, read[0] = read[0], 0
+        trainer_state.load_model(engine, reader, state, list(state), True)
+        trainer_state.load_optimizers(engine, reader, [optimizer])
+    # Whole chunks are read, at both ends of a range; there are some tensors of three kinds of state, in three files.
+    own = sum(p.numel() for p in model.parameters()) * 12 / world_size
+    return total, verified, read[0], own
+
+
+def test_each_rank_reads_its_own_part(tmp_path):
+    run_ranks(save_large, 3, folder=str(tmp_path))
+    found = run_ranks(bytes_read, 2, folder=str(tmp_path))
+    total = found[0][0]
+    assert sum(verified for _, verified, _, _ in found) == total > 12 * CHUNK_BYTES
+    for _, _, read, own in found:
+        assert own <= read < own + 20 * CHUNK_BYTES < 0.8 * total

@@ -48,9 +48,9 @@ class Faults:
         return faulty
 
 
-def start(world, plan="zero3"):
+def start(world, plan="zero3", width=300):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 300), nn.Linear(300, 300), nn.Linear(300, 3))
+    model = nn.Sequential(nn.Linear(7, width), nn.Linear(width, width), nn.Linear(width, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     engine = Engine(model, PLANS[plan], dist.group.WORLD if world > 1 else None)
     engine.take_optimizer(optimizer)
