@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shardlight.commands.bench import bench
-from shardlight.commands.checkpoint import export
-from shardlight.commands.common import Debug, fail, make_folder_of, short_errors, wide_console
+from shardlight.commands.checkpoint import checkpoint, export
+from shardlight.commands.output import Debug, fail, make_folder_of, short_errors, wide_console
 
 if TYPE_CHECKING:
     from shardlight.framework.config import Loaded
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(bench, name="bench")
 
 ops = typer.Typer(help="Show which compiled ops are used, and why; build those for CUDA.", rich_markup_mode=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shardlight.commands.common import USER_FAULT, fail, make_folder_of, wide_console
+from shardlight.commands.output import USER_FAULT, fail, make_folder_of, wide_console
 
 if TYPE_CHECKING:
     from shardlight.framework.bench.results import Result

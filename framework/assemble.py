@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from shardlight.framework.config import to_dict
+from shardlight.framework.exports import WeightExports
 from shardlight.framework.initial_weights import InitialWeights
 from shardlight.framework.module import TrainingModule
 from shardlight.framework.predictions import PredictionWriter
@@ -146,6 +147,9 @@ def build_callbacks(
         callbacks.append(Resume(config, resume.paths))
         callbacks.append(RunSummary(run_dir, started))
         if config.checkpoint is not None:
+            every = config.checkpoint.export_every_n_steps
+            if every is not None:
+                callbacks.append(WeightExports(run_dir, every, config.checkpoint.export_dtype))
             callbacks.append(make_checkpoints(config.checkpoint, run_dir))
     if verb == "predict":
         callbacks.append(PredictionWriter(run_dir))

@@ -137,11 +137,18 @@ class CheckpointConfig:
     """Checkpoints kept; -1 for all, 0 for none."""
     save_last: bool = False
     """Also keep the newest one as checkpoints/last."""
+    export_every_n_steps: int | None = None
+    """Write full weights to exports/step-N of the run every so many optimizer steps, as `shardlight export` would; in
+    the layout of from_pretrained where the module wraps a transformers model. All are kept. Unset: never."""
+    export_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of floating point numbers in those exports."""
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.every_n_steps is not None and self.every_n_steps < 1:
-            faults.append(f"every_n_steps is {self.every_n_steps}; it must be at least 1")
+        faults = [
+            f"{name} is {getattr(self, name)}; it must be at least 1"
+            for name in ("every_n_steps", "export_every_n_steps")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
         if self.save_top_k < -1:
             faults.append(f"save_top_k is {self.save_top_k}; it must be at least -1")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):

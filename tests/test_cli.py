@@ -258,14 +258,6 @@ def test_slurms_variables_become_torchruns():
     assert (given["LOCAL_RANK"], given["NODE_RANK"], given["MASTER_ADDR"]) == ("0", "3", "a")
 
 
-def test_export_says_what_it_cannot_do(tmp_path):
-    assert here("export", "x", "--to", "gguf", "--out", "y") == (
-        2, "", "--to is 'gguf'; the only format is safetensors.\n"
-    )  # fmt: skip
-    code, out, err = here("export", str(tmp_path / "none"), "--out", str(tmp_path / "y"))
-    assert code == 1 and out == "" and err.startswith("CheckpointError: ") and "Traceback" not in err
-
-
 def test_a_run_from_the_first_step_to_the_exported_weights(project):
     """Fit, predict and export on two processes, as a user types it."""
     code, out, err = run("fit", "config.yaml")
@@ -282,7 +274,9 @@ def test_a_run_from_the_first_step_to_the_exported_weights(project):
     predictions = load_file(project / "runs" / "here" / "001" / "predictions.safetensors")
     assert predictions["predictions"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     code, out, _ = here("export", saved, "--out", "out.safetensors")
-    assert (code, out) == (0, "out.safetensors: 4 tensors\n")
+    assert (code, out) == (0, "out.safetensors: 4 tensors, 552 B\n")
+    code, out, _ = here("checkpoint", "verify", str(folder))
+    assert code == 0 and out.startswith(f"{saved}: ") and out.endswith("KB, as it was saved\n")
     assert sum(tensor.numel() for tensor in load_file("out.safetensors").values()) == 58
 
 

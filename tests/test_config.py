@@ -214,7 +214,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("module.widht=x", "module.widht is not a parameter of PKG.Model. Did you mean 'width'?"),
         ("checkpoint.name=x",
          "checkpoint.name is not a key of checkpoint. Choose from: "
-         "every_n_steps, mode, monitor, save_last, save_top_k."),
+         "every_n_steps, export_dtype, export_every_n_steps, mode, monitor, save_last, save_top_k."),
         ("strategy.tp=4", "strategy.name is missing: one of single, ddp, zero1, zero2, zero3."),
         ("strategy=zero4", "strategy.name must be a strategy, got 'zero4' (text). Did you mean 'zero3'?"),
         ("strategy=3", "strategy must be a name or a mapping, got 3 (number)."),

@@ -156,7 +156,10 @@ class LightningFile:
         """Does nothing: there are no checksums."""
 
 
-def open_checkpoint(path: str | os.PathLike) -> CheckpointReader | LightningFile:
+Stored = CheckpointReader | LightningFile
+
+
+def open_checkpoint(path: str | os.PathLike) -> Stored:
     """Opens a checkpoint folder, or a file of torch.save. Raises: CheckpointError: it is neither, or not whole."""
     return LightningFile(path) if is_torch_file(Path(path)) else CheckpointReader(path)
 

@@ -135,6 +135,8 @@ class Manifest:
 
         Raises: CheckpointError: there is none, it is damaged, or it says what cannot be.
         """
+        if folder.is_file():
+            raise CheckpointError(_what_to_pass(folder))
         content = _read_content(folder / MANIFEST)
         try:
             if _natural(content["chunk_bytes"]) != CHUNK_BYTES:
@@ -186,6 +188,15 @@ def open_plain(path: Path) -> int:
         os.close(file)
         raise OSError("not a regular file")
     return file
+
+
+def _what_to_pass(file: Path) -> str:
+    mend = "this is none, and no .ckpt file of Lightning."
+    if (file.parent / MANIFEST).is_file():
+        mend = f"pass {file.parent}."
+    elif file.suffix == ".ckpt":
+        mend = "what a .ckpt file of Lightning holds has no manifest and no checksums."
+    return f"{file} is a file, and checkpoints here are folders: {mend}"
 
 
 def _read_content(path: Path) -> dict[str, Any]:

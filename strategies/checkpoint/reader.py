@@ -13,7 +13,6 @@ from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import (
     CHUNK_BYTES,
     ITEMSIZE,
-    MANIFEST,
     Manifest,
     StoredPiece,
     StoredTensor,
@@ -35,12 +34,6 @@ class CheckpointReader:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
-        if self.path.is_file():
-            inside = (self.path.parent / MANIFEST).is_file()
-            raise CheckpointError(
-                f"{self.path} is a file, and checkpoints here are folders: "
-                + (f"pass {self.path.parent}." if inside else "this is none, and no .ckpt file of Lightning.")
-            )
         manifest = Manifest.read(self.path)
         self.content: dict[str, Any] = manifest.content
         self.files = manifest.files

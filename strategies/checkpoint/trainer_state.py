@@ -11,6 +11,7 @@ from typing import Any
 
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.disk import publish, remove_folder, sync_folder, write_file
+from shardlight.strategies.checkpoint.hf import describe_models
 from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
 from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
@@ -54,15 +55,18 @@ def save(
         if rank == 0:
             content = {**_merge(parts), **_about(engine, checkpoint, config)}
             files = [part["file"] for part in parts]
-            stored = Manifest(content, files, _join([t for part in parts for t in part["tensors"]]))
+            tensors = _join([t for part in parts for t in part["tensors"]])
+            # Weights first, in the module's order, whichever rank wrote them.
+            names = [name for key in checkpoint["state_dict"] if (name := f"model/{key}") in tensors]
+            stored = Manifest(content, files, {name: tensors[name] for name in [*names, *tensors]})
             write_file(folder / MANIFEST, stored.to_bytes())
             sync_folder(folder)
             publish(folder, path)
 
     try:
-        _together(engine, path, prepare)
-        parts = _together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
-        _together(engine, path, finish)
+        together(engine, path, prepare)
+        parts = together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
+        together(engine, path, finish)
     except CheckpointError:
         if rank == 0:
             # What is left of a full disk is needed for the next one.
@@ -70,17 +74,19 @@ def save(
         raise
 
 
-def _together(engine: Engine, path: Path, work: Callable[[], Any]) -> list[Any]:
-    """Runs `work` on each rank and returns all results; one rank's failure is everyone's error."""
+def together(
+    engine: Engine, path: Path, work: Callable[[], Any], fault: str = "the checkpoint was not written"
+) -> list[Any]:
+    """Runs `work` on each rank and returns all results; one rank's failure is everyone's error. Collective."""
     result, failure = None, ""
     try:
         result = work()
     except (OSError, CheckpointError) as error:
         failure = str(error) or repr(error)
-    everyone = engine.collectives.gather_objects((result, failure), f"save_checkpoint {path.name}")
+    everyone = engine.collectives.gather_objects((result, failure), f"writing {path.name}")
     failures = [f"rank {r}: {f}" for r, (_, f) in enumerate(everyone) if f]
     if failures:
-        raise CheckpointError(f"{path}: the checkpoint was not written. {'; '.join(failures)}")
+        raise CheckpointError(f"{path}: {fault}. {'; '.join(failures)}")
     return [r for r, _ in everyone]
 
 
@@ -173,7 +179,10 @@ def _join(pieces: list[StoredTensor]) -> dict[str, StoredTensor]:
 
 def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns what is good to know of a checkpoint."""
-    names = {id(p): n for n, p in checkpoint["state_dict"].items() if isinstance(p, nn.Parameter)}
+    names: dict[int, str] = {}
+    for name, value in checkpoint["state_dict"].items():
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            names.setdefault(id(value), name)
     return {
         "strategy": engine.plan.name,
         "step": checkpoint.get("global_step"),
@@ -181,7 +190,8 @@ def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, A
         "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "versions": _versions(),
         "mesh": {"shard": engine.ranks.shard.world_size, "replicate": engine.ranks.replicate.world_size},
-        "trainable": [n for i, n in names.items() if checkpoint["state_dict"][n].requires_grad],
+        "trainable": list(names.values()),
+        "hf": encode(describe_models(engine.model), "hf", {}),
         "config": None if config is None else encode(config, "config", {}),
     }
 
