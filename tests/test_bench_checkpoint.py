@@ -22,18 +22,21 @@ TOY = Size(name="toy", vocabulary=37, width=8, blocks=1, heads=2, sequence=8, ba
 preload(checkpoint.MODULE)
 
 
-def test_quick_measures_every_case_and_prints_what_it_writes(tmp_path):
-    line = ["bench", "checkpoint", "--quick", "--strict", "--against", "torch.save", "--json", "made/result.json"]
+@pytest.mark.parametrize("peers", ["", pytest.param("torch.save,dcp", marks=pytest.mark.long)])
+def test_quick_measures_every_case_and_prints_what_it_writes(peers, tmp_path):
+    line = ["bench", "checkpoint", "--quick", "--strict", "--against", peers, "--json", "made/result.json"]
     outcome = run_command(line, tmp_path, {}, timeout_s=240)
     assert outcome.left_running == () and outcome.code == 0, outcome.output
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     result = read(tmp_path / "made/result.json")
     rows = {(row.case, row.who, row.metric): row.value for row in result.rows}
-    cases = {saving("zero3"): {OURS, RAW, "torch.save"}, saving("ddp"): {OURS, RAW}}
+    named = [peer for peer in peers.split(",") if peer]
+    cases = {saving("zero3"): {OURS, RAW, *named}, saving("ddp"): {OURS, RAW}}
     for load in LOADS:
         if load.ranks < 3:
             cases.setdefault(loading(load.strategy, load.ranks), {f"{OURS} {SAME}"}).add(load.who)
-    cases[loading("zero3", 2)].add(f"torch.save {SAME}")
+    cases[loading("zero3", 2)] |= {f"{peer} {SAME}" for peer in named}
+    cases[loading("zero3", 1)] |= {"dcp from 2 ranks", f"dcp {SAME}"} if named else set()
     assert {case: {w for c, w, _ in rows if c == case and " rank " not in w} for case in cases} == cases
     assert {case for case, _, _ in rows} == set(cases)
     for case, whos in cases.items():
@@ -42,7 +45,7 @@ def test_quick_measures_every_case_and_prints_what_it_writes(tmp_path):
     for strategy in ("zero3", "ddp"):
         case = saving(strategy)
         assert rows[case, OURS, "written_bytes"] == rows[case, RAW, "written_bytes"] > 12 * SIZES["tiny"].numel
-        assert 0 < rows[case, OURS, "checksum_cpu_share"] < 1
+        assert 0 < rows[case, OURS, "checksum_cpu_share"] < 1 and rows[case, OURS, "time_to_raw"] > 0
     assert [bar.reason for bar in result.bars] == [""] * len(result.bars)  # not in the file
     assert outcome.output.count("not measured: asked for at small and medium") == len(result.bars) == 6
     assert diff.compare(result, result).changes == []

@@ -7,9 +7,11 @@ in memory: there the work of reading shows, which a slow disk would hide.
 
 import os
 import re
+import resource
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -228,13 +230,23 @@ def run(
         )
     rounds = QUICK_ROUNDS if quick else LARGE_ROUNDS if size.name == "medium" else ROUNDS
     private = Path(tempfile.mkdtemp(prefix="shardlight-bench-", dir=place))
-    sweeper = Sweeper(private)
+    sweeper, began_s, before_s = Sweeper(private), time.monotonic(), _others_s()
     try:
         bench = Bench(size, private, sweeper, say, limit_s, peers, rounds)
         _measure(bench, quick)
     finally:
         sweeper.finish()
-    return report(bench.measured, size, quick, peers, place)
+    result, after_s = report(bench.measured, size, quick, peers, place), _others_s()
+    if before_s is not None and after_s is not None:
+        cores = max(0.0, after_s - before_s) / (time.monotonic() - began_s)
+        result.notes.append(f"Other programs had {cores:.2f} cores. Ratios are of turns side by side.")
+    return result
+
+
+def _others_s() -> float | None:
+    """CPU time of all programs but this one and the ranks that have ended."""
+    busy_s, ranks = meters.busy_s(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return None if busy_s is None else busy_s - meters.cpu_s() - ranks.ru_utime - ranks.ru_stime
 
 
 def _measure(bench: Bench, quick: bool) -> None:
