@@ -303,6 +303,7 @@ class ShardedStrategy(Saving):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training_step with weights gathered as they are used."""
         self._weight = None
+        self._before_batch = self.engine.window, self.engine.window.micro_batches
         with self.engine.forward():
             return super().training_step(*args, **kwargs)
 
@@ -318,6 +319,9 @@ class ShardedStrategy(Saving):
 
         # Lightning has divided the loss by the full accumulation factor, also in a short window, but not a manual one.
         factor = float(module.trainer.accumulate_grad_batches) if automatic else None
+        if automatic and module.trainer.fit_loop.epoch_loop.batch_idx == 0 and not self._keeps_gradients(module):
+            # As Lightning's zero_grad does: what the end of an epoch has cut off does not leak into the next.
+            self.engine.gradients.drop_open_window()
         loss_scale = self.precision_plugin.loss_scale
         self.engine.backward(loss, self._weight, factor, run, loss_scale.scale if loss_scale is not None else 1.0)
         if automatic and not self._blocked:
@@ -339,10 +343,13 @@ class ShardedStrategy(Saving):
         result = closure()
         self.engine.close_window()
         self.precision_plugin._after_closure(module, optimizer)
-        # In automatic optimization Lightning drops them before the next backward.
-        keep = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
-        self._note_step(optimizer, self.engine.step(optimizer, keep_gradients=keep))
+        self._note_step(optimizer, self.engine.step(optimizer, keep_gradients=self._keeps_gradients(module)))
         return result
+
+    @staticmethod
+    def _keeps_gradients(module: pl.LightningModule) -> bool:
+        """Whether gradients may stay after a step: in automatic optimization Lightning drops them."""
+        return not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
 
     def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
         self.last_step_skipped = result is not StepResult.STEPPED

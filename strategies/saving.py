@@ -20,6 +20,7 @@ from shardlight.strategies.checkpoint.stored_values import EditedState, load_sta
 from shardlight.strategies.checkpoint.window import load_window
 from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.window import Window
 from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.random_state import EpochRandomness
@@ -36,6 +37,8 @@ class Saving(RankCalls):
     _randomness: EpochRandomness
     _losses: LossLog
     _data_position: Callable[[], DataPosition]
+    _before_batch: tuple[Window, int] | None = None
+    """The window, and how many micro-batches it had, when the training_step that ran last began."""
     skip_on_load: Sequence[str] = ()
     """Names of tensors that a loaded checkpoint leaves as they are, with their optimizer state; `head.*`: all below."""
     resume_order: Sequence[Any] = ()
@@ -71,9 +74,10 @@ class Saving(RankCalls):
         try:
             if self._engine is None and self.interrupted:
                 raise CollectiveError("The error came before anything was sharded.")
+            window = "optimizer_states" in checkpoint and self._saves_window(path)
             self._losses.put_into(checkpoint)
             rank_state = self._randomness.state() | self._data_position().state()
-            trainer_state.save(self.engine, optimizers, checkpoint, rank_state, path, self.run_config)
+            trainer_state.save(self.engine, optimizers, checkpoint, rank_state, path, self.run_config, window)
         except CollectiveError as error:
             if not self.interrupted:
                 raise
@@ -81,6 +85,27 @@ class Saving(RankCalls):
                 f"{path}: not saved: a checkpoint after an error takes all ranks, and not all are here. {error}",
                 stacklevel=2,
             )
+
+    def _saves_window(self, path: Path) -> bool:
+        """Whether accumulated gradients belong into a checkpoint: not those of a batch that Lightning will repeat.
+
+        Raises: CheckpointError: they are of such a batch and of earlier ones.
+        """
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current
+        window, before = self.engine.window, self._before_batch
+        if before is None or progress.started == progress.processed:
+            return True
+        if before[0] is window and before[1] == window.micro_batches:
+            return True
+        if self.interrupted:
+            warnings.warn(f"{path}: saved without accumulated gradients, as the error came in a batch.", stacklevel=2)
+        elif ((before[0] is window and before[1]) or window.carried) and self.engine.gradients.unfinished() is not None:
+            raise CheckpointError(
+                f"{path}: a checkpoint inside batch {progress.ready - 1}, whose gradients are added up with those of "
+                "earlier ones: a run from it would count them twice. Save in on_train_batch_end."
+            )
+        return False
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a checkpoint folder; returns the Trainer's part, and lazily what is read into shards later.

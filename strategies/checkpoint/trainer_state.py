@@ -32,6 +32,7 @@ def save(
     rank_state: Mapping[str, Any],
     path: Path,
     config: Mapping[str, Any] | None = None,
+    window: bool = True,
 ) -> None:
     """Writes a checkpoint folder: each rank the pieces it owns, then rank 0 the manifest. Collective.
 
@@ -39,6 +40,7 @@ def save(
         checkpoint: the Trainer's dict; `state_dict` holds the engine's parameters themselves and other tensors.
         rank_state: plain data that each rank keeps for itself.
         config: the resolved config of the run, if it has one.
+        window: gradients that a later step is to use are in it.
     Raises: CheckpointError: on every rank, when any rank could not write; what was at `path` before is untouched.
     """
     rank = engine.collectives.rank
@@ -65,7 +67,7 @@ def save(
 
     try:
         together(engine, path, prepare)
-        parts = together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder))
+        parts = together(engine, path, lambda: _write_rank(engine, optimizers, checkpoint, rank_state, folder, window))
         together(engine, path, finish)
     except CheckpointError:
         if rank == 0:
@@ -103,6 +105,7 @@ def _write_rank(
     checkpoint: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     folder: Path,
+    window: bool,
 ) -> dict[str, Any]:
     rank = engine.collectives.rank
     writer = RankWriter(rank)
@@ -111,7 +114,7 @@ def _write_rank(
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
-        content["window"] = add_window(engine, writer)
+        content["window"] = add_window(engine, writer) if window else None
     if engine.writes_pieces:
         add_parts(checkpoint.get(SHARDED, {}), writer, rank)
     if rank == 0:

@@ -20,7 +20,7 @@ from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.window import Window
-from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.errors import CheckpointError, GradientError
 from torch import Tensor
 
 Ledger = Mapping[str, Any]
@@ -30,9 +30,14 @@ def add_window(engine: Engine, writer: RankWriter) -> Any:
     """Adds the gradients that a later step is to use to what this rank writes; returns their ledger as JSON data.
 
     None: there are none. The same on all ranks.
+
+    Raises: CheckpointError: `p.grad` was set in a way that no step could use.
     """
     gradients, rank = engine.gradients, engine.collectives.rank
-    found = gradients.unfinished()
+    try:
+        found = gradients.unfinished()
+    except GradientError as error:
+        raise CheckpointError(str(error)) from None
     if found is None:
         return None
     window, shown = found

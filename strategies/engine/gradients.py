@@ -187,6 +187,12 @@ class Gradients:
             for parameter in self.table.parameters:
                 parameter.grad = None
 
+    def drop_open_window(self) -> None:
+        """Forgets what was accumulated since the last step, on all ranks. Collective; nothing where nothing is."""
+        if not self.window.closed and self.window.micro_batches:
+            self._agreement.meet("start of an accumulation window")
+            self.open_window()
+
     def _go_on(self) -> None:
         """Starts a window that adds to the gradients that are still there; see [Note: gradients that stay]."""
         self.adopt()

@@ -36,7 +36,7 @@ class Window:
     """Of each micro-batch, with its share of the sum: read at the end, so that nobody waits for a GPU in between."""
     weight_sum: float = 0.0
     factor: float = 1.0
-    """What the caller divided each loss by before backward (Lightning: the accumulation factor)."""
+    """What the caller divided the first loss by before backward (Lightning: the accumulation factor)."""
     arrived: dict[int, int] = field(default_factory=dict)
     """Contributions per parameter number that came from autograd."""
     counted: dict[int, int] = field(default_factory=dict)
