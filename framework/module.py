@@ -4,21 +4,32 @@ Nothing is taken away: every hook of LightningModule can be overridden, and it r
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from shardlight.framework.build_optim import build_optimizer, build_schedule
+from shardlight.framework.faults import ConfigError
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+from shardlight.framework.source import read_yaml
+from shardlight.strategies import load_module
 from shardlight.strategies.errors import ShardlightError
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 _WEIGHT = "_shardlight_weight"  # attribute on a tensor made by `weighted`: what its mean was taken over
+
+
+def _from_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    tree, faults = read_yaml(path)
+    if faults:
+        raise ConfigError(faults)
+    return tree.plain()
 
 
 class TrainingModule(LightningModule):
@@ -37,6 +48,31 @@ class TrainingModule(LightningModule):
         """Set from `optimizer:` before fit; used by `configure_optimizers`."""
         self.schedule_config: ScheduleConfig | None = None
         """Set from `schedule:` before fit; None keeps the learning rate constant."""
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes the module from a checkpoint folder of any strategy, or from a .ckpt file of Lightning; without ranks.
+
+        Args:
+            checkpoint_path: of the folder or file.
+            map_location: the device of the module.
+            hparams_file: a YAML file with the arguments of `__init__`, instead of the saved hyper-parameters.
+            strict: whether all names have to fit; None: as `strict_loading` says.
+            weights_only: always as if true.
+            kwargs: arguments of `__init__`; they win.
+        Raises: CheckpointError: it is not whole, or holds more than tensors and plain containers.
+        """
+        hparams = None if hparams_file is None else _from_yaml(hparams_file)
+        return load_module(cls, checkpoint_path, map_location=map_location, strict=strict, hparams=hparams, **kwargs)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Builds optimizer and schedule from the two configs; override it to build your own.

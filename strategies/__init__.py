@@ -10,6 +10,7 @@ from shardlight.strategies.registration import register_once_lightning_is_there
 
 if TYPE_CHECKING:
     from shardlight.strategies.base import ShardedStrategy
+    from shardlight.strategies.checkpoint.modules import load_module, read_state_dict
     from shardlight.strategies.checkpoint.weights import LoadReport, load_weights
     from shardlight.strategies.ema import ShardedEMA
     from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
@@ -30,8 +31,10 @@ __all__ = [
     "ZeRO2",
     "ZeRO3",
     "deferred_init",
+    "load_module",
     "load_weights",
     "materialise",
+    "read_state_dict",
 ]
 
 _HOMES = {
@@ -47,8 +50,10 @@ _HOMES = {
     "ZeRO2": "zero",
     "ZeRO3": "zero",
     "deferred_init": "engine.deferred.tensors",
+    "load_module": "checkpoint.modules",
     "load_weights": "checkpoint.weights",
     "materialise": "engine.deferred.tensors",
+    "read_state_dict": "checkpoint.modules",
 }
 
 

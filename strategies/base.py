@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from shardlight.strategies.checkpoint.lightning_file import LightningFile
+from shardlight.strategies.checkpoint.modules import refuse_unresolved
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
 from shardlight.strategies.data_position import DataPosition
@@ -215,6 +216,8 @@ class ShardedStrategy(Saving):
             refuse_unrecorded(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
+            # Those of a module that was trained before mean nothing to another one.
+            self._reset_optimizers_and_schedulers()
             if fitting:
                 self.setup_optimizers(trainer)
             groups = self._engine_groups()
@@ -262,6 +265,8 @@ class ShardedStrategy(Saving):
         return engine_groups(self._process_group_backend, self.timeout_s, self.options.shard_group)
 
     def _refuse(self, trainer: pl.Trainer) -> None:
+        for owner in (self.lightning_module, trainer.datamodule):
+            refuse_unresolved(owner)
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise StrategyError("sync_batchnorm=True needs CUDA devices: PyTorch's SyncBatchNorm refuses CPU tensors.")
         if self._checkpoint_io is not None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.disk import remove_folder
 from shardlight.strategies.checkpoint.lightning_file import LightningFile
+from shardlight.strategies.checkpoint.modules import without_classes
 from shardlight.strategies.checkpoint.opening import NothingToRestore, names_to_skip, open_first
 from shardlight.strategies.checkpoint.parts import SHARDED, StoredParts
 from shardlight.strategies.checkpoint.reader import CheckpointReader
@@ -70,6 +71,7 @@ class Saving(RankCalls):
                 f"{filepath}: storage_options are not supported: checkpoints are folders on a local or shared disk."
             )
         path = Path(os.fspath(filepath)).absolute()
+        checkpoint = without_classes(checkpoint)
         optimizers = [_inner(o) for o in self.optimizers]
         try:
             if self._engine is None and self.interrupted:
