@@ -260,14 +260,14 @@ def test_slurms_variables_become_torchruns():
 
 def test_a_run_from_the_first_step_to_the_exported_weights(project):
     """Fit, predict and export on two processes, as a user types it."""
-    code, out, err = run("fit", "config.yaml")
+    code, out, err = run("fit", "config.yaml", "checkpoint.export_every_n_steps=3")
     assert (code, out.splitlines()[-1]) == (0, "Run folder: runs/here/000"), err
     folder = project / "runs" / "here" / "000"
-    expected = {"checkpoints", "config.yaml", "logs", "loss.png", "summary.json", "tensorboard"}
+    expected = {"checkpoints", "config.yaml", "exports", "logs", "loss.png", "summary.json", "tensorboard"}
     assert {item.name for item in folder.iterdir()} == expected
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
     assert [item.name for item in (folder / "checkpoints").iterdir()] == ["step-3"]
-    assert load_config(folder / "config.yaml") == load_config("config.yaml")
+    assert load_config(folder / "config.yaml") == load_config("config.yaml", ["checkpoint.export_every_n_steps=3"])
     saved = str(folder / "checkpoints" / "step-3")
     code, out, err = run("predict", "config.yaml", "--ckpt", saved)
     assert code == 0, err
@@ -278,6 +278,9 @@ def test_a_run_from_the_first_step_to_the_exported_weights(project):
     code, out, _ = here("checkpoint", "verify", str(folder))
     assert code == 0 and out.startswith(f"{saved}: ") and out.endswith("KB, as it was saved\n")
     assert sum(tensor.numel() for tensor in load_file("out.safetensors").values()) == 58
+    assert here("export", saved, "--dtype", "bf16", "--out", "bf16.safetensors")[0] == 0
+    live = folder / "exports" / "step-3" / "model.safetensors"
+    assert live.read_bytes() == Path("bf16.safetensors").read_bytes()
 
 
 @pytest.mark.long
