@@ -32,13 +32,15 @@ def show(
 ) -> None:
     """Show what a checkpoint is and holds."""
     with short_errors(debug):
-        from shardlight.strategies.checkpoint.show import describe
+        from shardlight.strategies.checkpoint.show import describe, understood
 
         found = describe(path)
+        with understood(path):
+            lines = list(_what_it_is(found))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    for line in _what_it_is(found):
+    for line in lines:
         typer.echo(line)
     tensors = found["tensors"] if every else found["tensors"][:limit]
     rows = [

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 def here(*arguments):
     result = CliRunner().invoke(cli.app, ["checkpoint", *map(str, arguments)])
+    assert isinstance(result.exception, SystemExit | None), result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -281,6 +282,26 @@ def test_diff_tells_how_much_tensors_differ_on_any_number_of_ranks(tmp_path):
     for line in ("only in B: model/extra", "other shape: model/a.bias (5,) and (6,)", f"A: step 7 ({a})"):
         assert line in out.splitlines()
     assert ["weights", "0", "3", "2", "0", "1", "1", "0"] in [line.split() for line in out.splitlines()]
+
+
+STRANGE = [
+    {"hf": "x"}, {"hf": [{"prefix": 3, "config": []}]}, {"optimizers": {"a": 1}}, {"aliases": ["a"]}, {"files": 3},
+    {"aliases": {"b": "gone"}}, {"trainer": {"__kind__": "tensor"}}, {"ranks": 7}, {"mesh": [2]}, {"trainable": 5},
+    {"hf": [{"prefix": "../", "config": {}}, {"prefix": "b.", "config": {}}]}, {"versions": 3}, {"window": {"a": {}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", STRANGE, ids=map(str, STRANGE))
+def test_a_manifest_that_says_strange_things_is_no_traceback(tmp_path, content):
+    path, good = make(tmp_path / "a", **content), make(tmp_path / "b")
+    commands = [["show", path], ["verify", path], ["diff", path, good], ["diff", "--exact", path, good]]
+    for arguments in commands:
+        code, out, err = here(*arguments)
+        assert code in (0, 1, 2) and "Traceback" not in out + err and out + err, arguments
+    for arguments in ([], ["--only", "trainable"], ["--to", "hf"]):
+        result = CliRunner().invoke(cli.app, ["export", str(path), "--out", str(tmp_path / "out"), *arguments])
+        assert isinstance(result.exception, SystemExit | None), (arguments, result.exception)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "out") == ["a", "b", "run"]
 
 
 def test_the_largest_difference_knows_what_is_no_number():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from shardlight.strategies.checkpoint.layouts import chunks
 from shardlight.strategies.checkpoint.lightning_file import Stored
-from shardlight.strategies.checkpoint.show import KINDS, kind_of
+from shardlight.strategies.checkpoint.show import KINDS, kind_of, understood
 from torch import Tensor
 
 WORST = 10
@@ -44,6 +44,11 @@ def compare(first: Stored, second: Stored) -> list[KindDiff]:
     Returns: one entry per kind that is in one of them.
     Raises: CheckpointError: one of them is damaged.
     """
+    with understood(first.path, second.path):
+        return _compare(first, second)
+
+
+def _compare(first: Stored, second: Stored) -> list[KindDiff]:
     a, b = _stored_names(first), _stored_names(second)
     found = {kind: KindDiff(kind) for kind in KINDS}
     for name in dict.fromkeys([*a, *b]):

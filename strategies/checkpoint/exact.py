@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from shardlight.strategies.checkpoint.layouts import chunks
 from shardlight.strategies.checkpoint.lightning_file import Stored
-from shardlight.strategies.checkpoint.show import kind_of
+from shardlight.strategies.checkpoint.show import kind_of, understood
 from torch import Tensor
 
 NOT_STATE = frozenset({"saved_at", "versions", "config", "hf", "strategy", "mesh"})
@@ -45,9 +45,10 @@ def compare_exactly(first: Stored, second: Stored) -> list[Difference]:
     Raises: CheckpointError: one of them is damaged.
     """
     found: dict[str, Difference] = {}
-    for subject, text in _differences(first, second):
-        old = found.get(subject)
-        found[subject] = Difference(subject, text) if old is None else Difference(subject, old.text, old.more + 1)
+    with understood(first.path, second.path):
+        for subject, text in _differences(first, second):
+            old = found.get(subject)
+            found[subject] = Difference(subject, text) if old is None else Difference(subject, old.text, old.more + 1)
     return list(found.values())
 
 

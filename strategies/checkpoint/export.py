@@ -25,7 +25,7 @@ from shardlight.strategies.checkpoint.layouts import (
 )
 from shardlight.strategies.checkpoint.lightning_file import Stored, open_checkpoint
 from shardlight.strategies.checkpoint.safetensors_file import bytes_of
-from shardlight.strategies.checkpoint.show import checkpoint_folder
+from shardlight.strategies.checkpoint.show import checkpoint_folder, understood
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
@@ -79,6 +79,13 @@ def export(
         written.
     """
     reader = open_checkpoint(checkpoint_folder(path))
+    with understood(path):
+        return _export(reader, Path(out), to, dtype, ema, trainable, max_file_bytes)
+
+
+def _export(
+    reader: Stored, target: Path, to: Format, dtype: str | None, ema: bool, trainable: bool, max_file_bytes: int | None
+) -> Exported:
     tensors = _tensors(reader, None if dtype is None else _dtype(dtype), ema, trainable)
     if to == "hf":
         if trainable and not _has_adapters(reader):
@@ -86,10 +93,9 @@ def export(
                 "--only trainable leaves out weights that from_pretrained needs: use it with --to safetensors."
             )
         folders, left_out = hf_folders(tensors, _models(reader), max_file_bytes or HF_SHARD_BYTES)
-        return _write_all(reader, folders, Path(out), left_out)
+        return _write_all(reader, folders, target, left_out)
     if max_file_bytes is not None:
-        return _write_all(reader, [make_folder(tensors, max_file_bytes)], Path(out), [])
-    target = Path(out)
+        return _write_all(reader, [make_folder(tensors, max_file_bytes)], target, [])
     if target.is_dir():
         raise CheckpointError(
             f"{target} is a folder: give a name for the file to write, such as {target}/model.safetensors."

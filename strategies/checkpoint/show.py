@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,27 @@ def checkpoint_folder(path: str | os.PathLike) -> Path:
     return folder
 
 
+@contextmanager
+def understood(*paths: str | os.PathLike) -> Iterator[None]:
+    """Makes an error of what a manifest says where it should say something else: it may come from anywhere."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        where = " or ".join(map(str, paths))
+        raise CheckpointError(f"{where}: a part of the manifest is not what it has to be ({error!r:.200}).") from None
+
+
 def describe(path: str | os.PathLike) -> dict[str, Any]:
     """Returns what a checkpoint is (step, strategy, versions, ...) and the table of its tensors, as plain data.
 
     Raises: CheckpointError: it is not complete, or its manifest is damaged.
     """
     manifest = Manifest.read(checkpoint_folder(path))
+    with understood(path):
+        return _describe(path, manifest)
+
+
+def _describe(path: str | os.PathLike, manifest: Manifest) -> dict[str, Any]:
     content, sizes = manifest.content, dict.fromkeys(KINDS, 0)
     tensors = []
     for name, tensor in manifest.tensors.items():
