@@ -196,12 +196,13 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _why_not(path: Path, error: Exception) -> str:
+    first = f"{path} cannot be read as a file of tensors: {str(error).splitlines()[0] if str(error) else error!r}"
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # it is not even a pickle: then the first error says all
-        unsafe = []
+    except Exception as other:  # it is not even a pickle
+        return f"{first} ({other})."
     if not unsafe:
-        return f"{path} cannot be read as a file of tensors: {str(error).splitlines()[0] if str(error) else error!r}."
+        return f"{first}."
     return (
         f"{path} is not opened: beside tensors its pickle holds {', '.join(sorted(unsafe))}, which would have been "
         "imported and called. If you trust whoever made it, load it once with torch.load(PATH, weights_only=False) in "

@@ -23,6 +23,7 @@ from shardlight.strategies.checkpoint.layouts import (
     make_folder,
     out_dtype,
 )
+from shardlight.strategies.checkpoint.parts import replica_share
 from shardlight.strategies.checkpoint.safetensors_file import bytes_of
 from shardlight.strategies.checkpoint.trainer_state import together
 from shardlight.strategies.engine.engine import Engine
@@ -130,7 +131,7 @@ def _own_part(engine: Engine, value: Tensor) -> tuple[int, Tensor]:
     piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
     if piece is None:
         return 0, value.detach().reshape(-1) if engine.collectives.rank == 0 else value.detach().reshape(-1)[:0]
-    return engine.replica_share(*piece)
+    return replica_share(engine, *piece)
 
 
 def _write_at(file: int, data: memoryview, at: int) -> int:

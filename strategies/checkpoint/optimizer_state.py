@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.dtypes import NAMES, TORCH_DTYPES
+from shardlight.strategies.checkpoint.parts import replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
@@ -67,11 +68,11 @@ def _part_to_write(engine: Engine, optimizer: Optimizer, parameter: nn.Parameter
     """Returns (start, range) of what this rank writes of state that is laid out like what the optimizer got."""
     start, stop = engine.local_parameters.span(parameter, optimizer)
     if engine.local_parameters.plan.shard_optimizer:
-        return engine.replica_share(start, flat)
+        return replica_share(engine, start, flat)
     piece = engine.owned_piece(parameter)
     if piece is None:
         return 0, flat[: flat.numel() if engine.collectives.rank == 0 else 0]
-    first, part = engine.replica_share(*piece)
+    first, part = replica_share(engine, *piece)
     assert (start, stop) == (0, flat.numel())
     return first, flat[first : first + part.numel()]
 

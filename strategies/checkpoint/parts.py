@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.writer import RankWriter
+from shardlight.strategies.engine.engine import Engine
 from torch import Tensor
 
 SHARDED = "sharded"
@@ -44,6 +45,18 @@ class StoredParts:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: some are missing."""
         return self._reader.read(name, start, stop)
+
+
+def replica_share(engine: Engine, start: int, part: Tensor) -> tuple[int, Tensor]:
+    """Returns (start, range) of what this rank writes of a range that it owns: replicas share the work.
+
+    Args:
+        start: of the range, in the flattened tensor.
+        part: (n,) its elements.
+    """
+    replicate = engine.ranks.replicate
+    low, high = (part.numel() * r // replicate.world_size for r in (replicate.rank, replicate.rank + 1))
+    return start + low, part[low:high]
 
 
 def add_parts(parts: dict[str, OwnedPart], writer: RankWriter, rank: int) -> None:

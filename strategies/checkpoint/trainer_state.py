@@ -14,7 +14,7 @@ from shardlight.strategies.checkpoint.disk import publish, remove_folder, sync_f
 from shardlight.strategies.checkpoint.hf import describe_models
 from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
 from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
-from shardlight.strategies.checkpoint.parts import SHARDED, add_parts
+from shardlight.strategies.checkpoint.parts import SHARDED, add_parts, replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import SavedModel, compare, write
 from shardlight.strategies.checkpoint.window import add_window
@@ -141,7 +141,7 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
         first_name[id(value)] = name
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
         if piece is not None and value.numel():
-            start, part = engine.replica_share(*piece)
+            start, part = replica_share(engine, *piece)
             if part.numel():
                 writer.add(f"model/{name}", part, engine.full_shape(value), start)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from shardlight.strategies.checkpoint.codec import decode, encode
+from shardlight.strategies.checkpoint.parts import replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import refuse_together
 from shardlight.strategies.checkpoint.writer import RankWriter
@@ -46,7 +47,7 @@ def add_window(engine: Engine, writer: RankWriter) -> Any:
     for buffer in engine.buffers:
         final = [s for s, n in enumerate(buffer.numbers) if (window.used[n] if window.closed else n in window.carried)]
         for slot, part in buffer.final_gradients(final).items():
-            _add(writer, "final/", buffer, slot, *engine.replica_share(buffer.span(slot)[0], part))
+            _add(writer, "final/", buffer, slot, *replica_share(engine, buffer.span(slot)[0], part))
         if not window.closed:
             for slot, part in buffer.unreduced().items():
                 _add(writer, sums, buffer, slot, 0, part)

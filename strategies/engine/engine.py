@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from shardlight.ops.memory import keep_freed_memory
 from shardlight.ops.sums import all_true, real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
@@ -97,8 +96,6 @@ class Engine:
             # fp32 weights are there anyway, and autocast makes its copies as it goes.
             dtypes = replace(dtypes, compute=None)
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
-        if device.type == "cpu":
-            keep_freed_memory()
         groups = group if isinstance(group, EngineGroups) else EngineGroups(group)
         self.ranks = Ranks(groups, device, collectives)
         self.collectives = self.ranks.world
@@ -452,17 +449,6 @@ class Engine:
     def writes_pieces(self) -> bool:
         """Whether this rank is the one of its replicas that writes what cannot be shared out among them."""
         return self.ranks.replicate.rank == 0
-
-    def replica_share(self, start: int, part: Tensor) -> tuple[int, Tensor]:
-        """Returns (start, range) of what this rank writes of a range that it owns: replicas share the work.
-
-        Args:
-            start: of the range, in the flattened tensor.
-            part: (n,) its elements.
-        """
-        replicate = self.ranks.replicate
-        low, high = (part.numel() * r // replicate.world_size for r in (replicate.rank, replicate.rank + 1))
-        return start + low, part[low:high]
 
     def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Returns the shape of a parameter or any other tensor, also of a released one."""

@@ -2,6 +2,7 @@
 
 import torch
 from shardlight.ops.host_memory import arena
+from shardlight.ops.memory import keep_freed_memory
 from shardlight.strategies.engine.backing import Chunks, open_chunks
 from torch import Tensor
 
@@ -18,6 +19,8 @@ class Pages:
 
     def __init__(self, device: torch.device | str = "cpu", shared: bool = False) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._shared = shared
         self._free: list[Tensor] = []
         self._chunks: Chunks | None = None
