@@ -149,7 +149,7 @@ def check_cross(rank, world_size, folder, every):
     cells = [(w, k) for w, kinds in kinds_of.items() for k in kinds]
     if not every:
         cells = [(1, KINDS[0]), *[(2, k) for k in KINDS[:4]], (3, KINDS[1]), (3, KINDS[2]), (HYBRID, KINDS[3])]
-    cells = [(w, k, stays) for w, k in cells for stays in ((False, True) if every or k in KINDS[1:3] else (False,))]
+    cells = [(w, k, stays) for w, k in cells for stays in ((False, True) if k in KINDS[1:3] else (False,))]
     paths = {cell: Path(f"{folder}/{number}") for number, cell in enumerate(cells)}
     own = {(w, k, s): save_window(w, k, rank, groups, path, s) for (w, k, s), path in paths.items() if rank < w}
     dist.barrier()
@@ -158,7 +158,9 @@ def check_cross(rank, world_size, folder, every):
         saved_by, kind, stays = cell
         for world, kinds in kinds_of.items():
             want = in_one_process(saved_by, world, stays)
-            for chosen in kinds if every else [kind if world == saved_by else kinds[turn % len(kinds)]]:
+            same = [kind, *(KINDS[1:2] if world == 1 else [])] if world == saved_by else []
+            others = [kinds[(turn + n) % len(kinds)] for n in range(2 if every else not same)]
+            for chosen in dict.fromkeys([*same, *others]):
                 turn += 1
                 if rank < world:
                     where = f"saved under {cell}, gone on under {world, chosen}"

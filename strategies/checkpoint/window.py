@@ -120,10 +120,12 @@ class _Load:
         ledger = self._ledgers[self._rank] if self._same else _joined(self._ledgers, self._rank, self._world)
         every = {name for each in self._ledgers for name in each["arrived"]}
         if not self._same:
-            count = dict.fromkeys(sorted(every), 1)
-            ledger = {**ledger, "arrived": count, "counted": count if engine.table.reduce == "micro_batch" else {}}
+            ledger = {**ledger, "arrived": dict.fromkeys(sorted(every), 1)}
         elif self._alone:
             every = set(ledger["arrived"])
+        # Of one rank alone the sums are the same whether they count as reduced or not.
+        reduced = engine.table.reduce == "micro_batch" or ledger["closed"]
+        ledger = {**ledger, "counted": ledger["arrived"] if reduced else {}}
         window = Window.restored(ledger, names)
         engine.gradients.open_window(frozenset(window.carried))
         final = {n for n, used in enumerate(window.used) if used} | window.carried
