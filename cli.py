@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shardlight.commands.bench import bench
+from shardlight.commands.check import ConfigPath, Overrides, Trust, check
 from shardlight.commands.checkpoint import checkpoint, export
 from shardlight.commands.output import Debug, fail, make_folder_of, short_errors, wide_console
 
@@ -38,15 +39,8 @@ app.add_typer(bench, name="bench")
 ops = typer.Typer(help="Show which compiled ops are used, and why; build those for CUDA.", rich_markup_mode=None)
 app.add_typer(ops, name="ops")
 
-ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file.")
-]
 Print = Annotated[bool, typer.Option("--print", help="Print the resolved config with each value's origin, and stop.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Start everything, stop before the first step.")]
-Trust = Annotated[
-    list[str] | None, typer.Option("--trust", metavar="PKG", help="Also take classes from this package; repeatable.")
-]
 Checkpoint = Annotated[
     str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to go on from; auto: the newest whole one.")
 ]
@@ -130,6 +124,7 @@ def predict(
     _run("predict", config, overrides, show=show, dry_run=False, trust=trust, debug=debug, ckpt=ckpt)
 
 
+app.command()(check)
 app.command()(export)
 
 
@@ -194,14 +189,17 @@ def _run(
     with short_errors(debug):
         from shardlight.framework.config import load, to_dict
         from shardlight.framework.show import dump
-        from shardlight.framework.world import check_world, find_world
-        from shardlight.ops.registry import check
+        from shardlight.ops import registry
 
-        check()
+        registry.check()
         loaded = load(config, given, trust or [], verb=verb)
         if show:
             typer.echo(dump(to_dict(loaded.config), loaded.origin), nl=False)
             return
+        # Not before: importing torch takes seconds, and a fault of the config is there at once.
+        from shardlight.framework.world import check_devices, check_world, find_world
+
+        check_devices(loaded)
         world = find_world(os.environ)
         if world is not None:
             check_world(world, loaded.config.trainer)

@@ -3,7 +3,18 @@
 [Note: lazy exports] Importing torch takes seconds, and `shardlight --help` needs none of it (PEP 562).
 """
 
+from typing import TYPE_CHECKING
+
 from shardlight.strategies.lazy_names import serve
+
+if TYPE_CHECKING:
+    from shardlight.framework.config import config_from_dict, load_config
+    from shardlight.framework.faults import ConfigError
+    from shardlight.framework.module import TrainingModule
+    from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
+    from shardlight.framework.progress import Progress
+    from shardlight.framework.schema import Config
+    from shardlight.framework.summary import RunSummary
 
 __all__ = [
     "Config",

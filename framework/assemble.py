@@ -1,5 +1,6 @@
 """From a checked config to a Lightning Trainer with everything in it, and the run itself on this rank."""
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -19,11 +20,11 @@ from shardlight.framework.module import TrainingModule
 from shardlight.framework.predictions import PredictionWriter
 from shardlight.framework.progress import Progress
 from shardlight.framework.report import write_report
-from shardlight.framework.resume import AUTO, FRESH, Choice, Resume
-from shardlight.framework.schema import CheckpointConfig, Config
+from shardlight.framework.resume import FRESH, Choice, Resume
+from shardlight.framework.schema import AUTO, CheckpointConfig, Config, StrategyConfig
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
-from shardlight.strategies import STRATEGIES, MixedFP16, deferred_init
+from shardlight.strategies import STRATEGIES, MixedFP16, ShardedStrategy, deferred_init
 from shardlight.strategies.errors import ShardlightError
 
 Verb = Literal["fit", "validate", "test", "predict"]
@@ -125,6 +126,12 @@ def build_module(config: Config) -> LightningModule:
     return module
 
 
+def build_strategy(config: StrategyConfig) -> ShardedStrategy:
+    """Makes the strategy for a Trainer."""
+    given = {field.name: getattr(config.options, field.name) for field in dataclasses.fields(config.options)}
+    return STRATEGIES[config.name](**given)
+
+
 def build_callbacks(
     config: Config,
     verb: Verb,
@@ -187,7 +194,7 @@ def build_trainer(
     if trainer.precision == "16-mixed":
         on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
         plugins.append(MixedFP16("cuda" if on_cuda else "cpu"))
-    strategy = config.strategy.build()
+    strategy = build_strategy(config.strategy)
     if config.resume is not None:
         strategy.skip_on_load = config.resume.skip
         strategy.resume_order = resume.paths

@@ -3,25 +3,29 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from shardlight.framework.check import BAD, Checker, show
-from shardlight.framework.classes import ClassConfig, Classes, parameters, project_root
+from shardlight.framework.class_source import FromSource
+from shardlight.framework.classes import ClassConfig, Classes, project_root
+from shardlight.framework.described import CALLBACK, DATA_MODULE, MODULE, TRAINING_MODULE, Described, FromImport, Reader
 from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
-from shardlight.framework.initial_weights import InitFromConfig
-from shardlight.framework.module import TrainingModule
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
-from shardlight.framework.resume import AUTO, ResumeConfig
-from shardlight.framework.schema import SECTIONS, Config, StrategyConfig, TrainerConfig
+from shardlight.framework.schema import (
+    AUTO,
+    SECTIONS,
+    Config,
+    InitFromConfig,
+    ResumeConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
 from shardlight.framework.source import BROKEN, Node, from_python
-from shardlight.strategies import STRATEGIES
-from shardlight.strategies.errors import ShardlightError
-from shardlight.strategies.options import without_effect
+from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.options import OPTIONS, make_options, without_effect
 
 SYNONYMS = {
     "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
@@ -72,13 +76,22 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = (), tru
 
 
 def load(
-    path: str | os.PathLike[str], overrides: Iterable[str] = (), trust: Iterable[str] = (), *, verb: str = "fit"
+    path: str | os.PathLike[str],
+    overrides: Iterable[str] = (),
+    trust: Iterable[str] = (),
+    *,
+    verb: str = "fit",
+    imports: bool = True,
 ) -> Loaded:
-    """As `load_config`, with the origin of every value; what only training needs is checked for verb "fit" only."""
+    """As `load_config`, with the origin of every value.
+
+    Args:
+        verb: what only training needs is checked for "fit" only.
+        imports: False: classes are only read where their source tells everything, and the config is not to be run.
+    """
     path = os.fspath(path)
     tree, faults = load_tree(path, overrides)
-    folder = Path(path).resolve().parent
-    return _Building(tree, faults, folder, verb).build(trust)
+    return _check(tree, faults, Path(path).resolve().parent, verb, tuple(trust), imports=imports)
 
 
 def config_from_dict(
@@ -94,7 +107,17 @@ def config_from_dict(
     """
     tree = named_strategy(from_python(values))
     faults: list[Fault] = []
-    return _Building(interpolate(tree, faults), faults, Path(root).resolve(), "fit").build(trust).config
+    return _check(interpolate(tree, faults), faults, Path(root).resolve(), "fit", tuple(trust)).config
+
+
+def _check(
+    tree: Node, faults: list[Fault], folder: Path, verb: str, trust: tuple[str, ...], *, imports: bool = True
+) -> Loaded:
+    """First by the source of the classes, so that a fault shows at once; then by the classes themselves."""
+    root = project_root(folder)
+    imported = FromImport(root)
+    loaded = _Building(tree, faults, folder, verb, trust, (FromSource(root), imported)).build()
+    return _Building(tree, [], folder, verb, trust, (imported,)).build() if imports else loaded
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -133,40 +156,51 @@ def _fields(cls: type) -> list[str]:
 class _Building:
     """One config being built from its tree."""
 
-    def __init__(self, tree: Node, faults: list[Fault], folder: Path, verb: str):
+    def __init__(
+        self,
+        tree: Node,
+        faults: list[Fault],
+        folder: Path,
+        verb: str,
+        trust: tuple[str, ...],
+        readers: Sequence[Reader],
+    ):
         self.tree = tree
         self.faults = faults
         self.folder = folder
         self.verb = verb
+        self.trust = trust
+        self.readers = readers
         self.checker = Checker(faults, self._elsewhere)
         self.classes: dict[str, ClassConfig] = {}
-        self.targets: dict[str, type] = {}
+        self.targets: dict[str, Described] = {}
         self.derived: dict[str, str] = {}
 
-    def build(self, trust: Iterable[str]) -> Loaded:
+    def build(self) -> Loaded:
         values = self.tree.value
         for key, node in values.items():
             if key not in _fields(Config):
                 self.checker.unknown("", key, node, _fields(Config), "a key of the config")
         parts: dict[str, Any] = {}
-        root, trust = project_root(self.folder), tuple(trust)
+        root = project_root(self.folder)
         # A first look without faults, so that a key of the data class is known as such wherever else it stands.
-        scout = Classes(root, trust, Checker([]))
-        for name, base in (("module", LightningModule), ("data", LightningDataModule)):
+        scout = Classes(root, self.trust, Checker([]), self.readers)
+        for name, base in (("module", MODULE), ("data", DATA_MODULE)):
             scout.load(values.get(name), base, name, self.tree)
         self.targets = scout.targets
-        importer = Classes(root, trust, self.checker)
-        for name, base in (("module", LightningModule), ("data", LightningDataModule)):
-            parts[name] = importer.load(values.get(name), base, name, self.tree)
+        classes = Classes(root, self.trust, self.checker, self.readers)
+        for name, base in (("module", MODULE), ("data", DATA_MODULE)):
+            parts[name] = classes.load(values.get(name), base, name, self.tree)
             if parts[name] is not None:
                 self.classes[name] = parts[name]
-        parts["callbacks"] = MappingProxyType(dict(self._callbacks(importer)))
+        parts["callbacks"] = MappingProxyType(dict(self._callbacks(classes)))
         trainer = self._section("trainer")
         for name in ("run", "optimizer", "schedule", "checkpoint", "init_from", "resume"):
             parts[name] = self._section(name)
         if "seed" in values:
             parts["seed"] = self.checker.convert(values["seed"], int, "seed")
-        self._machine(parts.get("seed"), trainer)
+        if isinstance(parts.get("seed"), int) and not 0 <= parts["seed"] < 2**32:
+            self.checker.fault(values["seed"], f"seed is {parts['seed']}; it must be from 0 to {2**32 - 1}.")
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
         parts["trainer"] = trainer if trainer is BAD else self._batches(trainer)
@@ -180,14 +214,6 @@ class _Building:
             self.derived["run.name"] = "the config's folder"
             parts["run"] = dataclasses.replace(parts["run"], name=self.folder.name or "run")
         return Loaded(Config(**parts), self.tree, MappingProxyType(self.derived))
-
-    def _machine(self, seed: Any, trainer: Any) -> None:
-        """Values that would fail on this machine only after the start."""
-        if isinstance(seed, int) and not 0 <= seed < 2**32:
-            self.checker.fault(self.tree.value["seed"], f"seed is {seed}; it must be from 0 to {2**32 - 1}.")
-        if trainer is not BAD and trainer.accelerator == "cuda" and not torch.cuda.is_available():
-            home = self.tree.find("trainer.accelerator") or self.tree
-            self.checker.fault(home, "trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto.")
 
     def _section(self, name: str) -> Any:
         node = self.tree.value.get(name)
@@ -210,7 +236,7 @@ class _Building:
         value = None if node is None else node.plain()
         return [] if value is None else list(value) if isinstance(value, list) else [value]
 
-    def _callbacks(self, importer: Classes) -> Iterator[tuple[str, ClassConfig | None]]:
+    def _callbacks(self, classes: Classes) -> Iterator[tuple[str, ClassConfig | None]]:
         node = self.tree.value.get("callbacks")
         if node is None or node.value is None:
             return
@@ -221,7 +247,7 @@ class _Building:
             if item.value is None:
                 yield name, None
             else:
-                yield name, importer.load(item, Callback, f"callbacks.{name}", node)
+                yield name, classes.load(item, CALLBACK, f"callbacks.{name}", node)
 
     def _strategy(self, trainer: TrainerConfig | None) -> StrategyConfig | None:
         node = self.tree.value.get("strategy")
@@ -229,15 +255,15 @@ class _Building:
         if node is None or node.value is None:
             name = "single" if world_size == 1 else "ddp"
             self.derived["strategy.name"] = f"default for {world_size} process{'es' if world_size > 1 else ''}"
-            return StrategyConfig(name=name, options=STRATEGIES[name].Options())
+            return StrategyConfig(name=name, options=OPTIONS[name]())
         name = self._strategy_name(node)
         if name is None:
             return None
         options = Node({key: item for key, item in node.value.items() if key != "name"}, node.origin)
-        made = self.checker.section(options, STRATEGIES[name].Options, "strategy", f"an option of {name}")
+        made = self.checker.section(options, OPTIONS[name], "strategy", f"an option of {name}")
         if name == "single" and world_size > 1:
             product = f"trainer.devices {trainer.devices} x trainer.num_nodes {trainer.num_nodes} = {world_size}"
-            others = ", ".join(other for other in STRATEGIES if other != "single")
+            others = ", ".join(other for other in OPTIONS if other != "single")
             text = f"strategy single runs in one process, but {product}. Choose {others}, or set both to 1."
             self.checker.fault(node.value["name"], text)
         if made is not BAD and trainer is not None:
@@ -250,10 +276,11 @@ class _Building:
         return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
 
     def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:
-        """Makes the strategy once, to hear what it thinks of the values of its options."""
+        """What the strategy thinks of the values of its options."""
+        given = {name: getattr(config.options, name) for name in _fields(type(config.options))}
         try:
-            config.build()
-        except ShardlightError as error:
+            make_options(type(config.options), config.name, given)
+        except StrategyError as error:
             # It begins with the option's name.
             named = re.match(r"\w+", str(error))
             at = node.value.get(named[0]) if named and named[0] != "name" else None
@@ -268,11 +295,11 @@ class _Building:
             return None
         named = node.value.get("name")
         if named is None:
-            self.checker.fault(node, f"strategy.name is missing: one of {', '.join(STRATEGIES)}.")
-        elif named.value is not BROKEN and named.value not in list(STRATEGIES):
-            mend = suggest(str(named.value), STRATEGIES)
+            self.checker.fault(node, f"strategy.name is missing: one of {', '.join(OPTIONS)}.")
+        elif named.value is not BROKEN and named.value not in list(OPTIONS):
+            mend = suggest(str(named.value), OPTIONS)
             self.checker.fault(named, f"strategy.name must be a strategy, got {show(named)}.{mend}")
-        return named.value if named is not None and named.value in list(STRATEGIES) else None
+        return named.value if named is not None and named.value in list(OPTIONS) else None
 
     def _batches(self, trainer: TrainerConfig) -> TrainerConfig:
         """Global batch = batch per rank x accumulation x ranks: checks it, or derives the accumulation."""
@@ -313,12 +340,12 @@ class _Building:
         module = self.classes.get("module")
         if module is None:
             return
-        if not issubclass(module.target, TrainingModule):
+        if not module.described.derives_from(TRAINING_MODULE):
             for name in ("optimizer", "schedule"):
                 if parts[name] not in (None, BAD):
                     text = f"{name} is set, but {module.class_path} is no TrainingModule: it makes its own. Remove it."
                     self.checker.fault(values[name], text)
-        elif module.target.configure_optimizers is TrainingModule.configure_optimizers and parts["optimizer"] is None:
+        elif not module.described.own_optimizers and parts["optimizer"] is None:
             text = f"optimizer is missing: {module.class_path} has no configure_optimizers of its own."
             self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
 
@@ -348,12 +375,12 @@ class _Building:
         named = self.tree.find("strategy.name")
         chosen = str(named.value) if named is not None else ""
         homes = [(name, f"a key of {name}") for name in SECTIONS if key in _fields(SECTIONS[name])]
-        for name in sorted(STRATEGIES, key=lambda name: name != chosen):
-            if key in _fields(STRATEGIES[name].Options):
+        for name in sorted(OPTIONS, key=lambda name: name != chosen):
+            if key in _fields(OPTIONS[name]):
                 homes.append(("strategy", f"an option of strategy {name}"))
                 break
         for name, target in self.targets.items():
-            if key in parameters(target):
+            if key in target.parameters:
                 homes.append((name, f"a parameter of {name}"))
         if key in _fields(Config):
             homes.append(("", "a key of the top level"))

@@ -1,24 +1,10 @@
 """`init_from`: weights that a run starts from, read once the module is sharded, each rank its own part."""
 
-import dataclasses
-from collections.abc import Mapping
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from shardlight.framework.schema import InitFromConfig
 from shardlight.strategies import load_weights
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitFromConfig:
-    """Where the first weights come from; nothing else is taken from there (no optimizer state, no position)."""
-
-    path: str
-    """A .safetensors file, a folder with one or with its index of several, a checkpoint, or a file of torch.save."""
-    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Prefixes of names in the file and what they become; '' puts a prefix before every other name."""
-    strict: bool = True
-    """Everything has to fit. false: what fits is loaded, and the rest is said."""
 
 
 class InitialWeights(Callback):

@@ -6,30 +6,15 @@ import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
+from shardlight.framework.schema import AUTO, Config
 from shardlight.strategies.checkpoint.candidates import FOLDER, find, tidy
 from shardlight.strategies.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from shardlight.framework.schema import Config
-
-AUTO = "auto"
 VARIABLE = "SHARDLIGHT_RESUME"
 """Environment variable: what the supervisor has chosen for its workers, as a JSON list of paths."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumeConfig:
-    """What a run goes on from: weights, optimizer, schedule, position in the data, random numbers."""
-
-    path: str
-    """A checkpoint folder, or a .ckpt file of Lightning. auto: the newest whole one of all runs of this run.name; a
-    fresh start where there is none."""
-    skip: tuple[str, ...] = ()
-    """Names of tensors that stay as the fresh module has them, with their optimizer state; `head.*` for all below."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +31,14 @@ FRESH = Choice()
 """Nothing to go on from."""
 
 
-def run_folders(config: "Config") -> list[Path]:
+def run_folders(config: Config) -> list[Path]:
     """The folders of all runs of this name, the newest first."""
     base = Path(config.run.dir) / (config.run.name or "run")
     numbered = [item for item in base.iterdir() if item.name.isdecimal()] if base.is_dir() else []
     return sorted(numbered, key=lambda item: int(item.name), reverse=True)
 
 
-def choose(config: "Config", verb: str, env: Mapping[str, str]) -> Choice:
+def choose(config: Config, verb: str, env: Mapping[str, str]) -> Choice:
     """Finds what a run goes on from; changes nothing on the disk.
 
     Args:
@@ -101,7 +86,7 @@ class Resume(Callback):
         paths: see `Choice`.
     """
 
-    def __init__(self, config: "Config", paths: Sequence[str]) -> None:
+    def __init__(self, config: Config, paths: Sequence[str]) -> None:
         self.config = config
         self.paths = tuple(paths)
 

@@ -1,5 +1,7 @@
 """The schema of a config file: frozen dataclasses, closed at every level; each field's docstring is its documentation.
 
+No torch in here, so that a config can be checked without importing it.
+
 `optimizer` and `schedule` are defined beside their owner in optim.py, the options of a strategy beside the strategy.
 """
 
@@ -12,10 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shardlight.framework.classes import ClassConfig
-from shardlight.framework.initial_weights import InitFromConfig
 from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
-from shardlight.framework.resume import ResumeConfig
-from shardlight.strategies import STRATEGIES, ShardedStrategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +38,7 @@ class StrategyConfig:
     name: str
     """single (one process), ddp, zero1, zero2 or zero3."""
     options: Any
-    """The strategy's own options: an instance of its Options dataclass."""
-
-    def build(self) -> ShardedStrategy:
-        """Makes the strategy for a Trainer."""
-        given = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(self.options)}
-        return STRATEGIES[self.name](**given)
+    """The strategy's own options: an instance of its dataclass, see OPTIONS."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +149,33 @@ class CheckpointConfig:
             faults.append(f"save_top_k is {self.save_top_k}; without monitor it must be -1, 0 or 1")
         if faults:
             raise ValueError("checkpoint: " + "; ".join(faults))
+
+
+AUTO = "auto"
+"""`resume: auto`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitFromConfig:
+    """Where the first weights come from; nothing else is taken from there (no optimizer state, no position)."""
+
+    path: str
+    """A .safetensors file, a folder with one or with its index of several, a checkpoint, or a file of torch.save."""
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Prefixes of names in the file and what they become; '' puts a prefix before every other name."""
+    strict: bool = True
+    """Everything has to fit. false: what fits is loaded, and the rest is said."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """What a run goes on from: weights, optimizer, schedule, position in the data, random numbers."""
+
+    path: str
+    """A checkpoint folder, or a .ckpt file of Lightning. auto: the newest whole one of all runs of this run.name; a
+    fresh start where there is none."""
+    skip: tuple[str, ...] = ()
+    """Names of tensors that stay as the fresh module has them, with their optimizer state; `head.*` for all below."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

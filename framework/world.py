@@ -4,7 +4,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from shardlight.framework.config import Loaded
+from shardlight.framework.faults import ConfigError, Fault
 from shardlight.framework.launch import STORE
 from shardlight.framework.schema import TrainerConfig
 from shardlight.strategies.errors import LaunchError
@@ -20,6 +23,14 @@ class World:
     """Of this process, from 0 to world_size - 1."""
     world_size: int
     """Processes over all nodes."""
+
+
+def check_devices(loaded: Loaded) -> None:
+    """Raises: ConfigError: the config asks for devices that this machine does not have."""
+    if loaded.config.trainer.accelerator == "cuda" and not torch.cuda.is_available():
+        text = "trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto."
+        home = loaded.tree.find("trainer.accelerator") or loaded.tree
+        raise ConfigError([Fault(home.origin, text)])
 
 
 def find_world(env: Mapping[str, str]) -> World | None:

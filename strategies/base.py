@@ -29,7 +29,7 @@ from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.loss_log import LossLog
-from shardlight.strategies.options import EngineOptions, make_options
+from shardlight.strategies.options import OPTIONS, make_options
 from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.random_state import EpochRandomness
@@ -53,10 +53,9 @@ class ShardedStrategy(Saving):
     """
 
     plan: ClassVar[StatePlan]
-    Options: ClassVar[type[EngineOptions]] = EngineOptions
 
     def __init__(self, **options: Any) -> None:
-        chosen = make_options(self.Options, self.plan.name, options)
+        chosen = make_options(OPTIONS[self.plan.name], self.plan.name, options)
         super().__init__()
         self.options = chosen
         self.timeout_s = float(chosen.timeout_s)

@@ -1,13 +1,20 @@
-"""The options of every strategy of the ZeRO table: their one list, with what their values may be."""
+"""The options of every strategy of the ZeRO table: their one list, with what their values may be.
+
+No torch in here, so that a config can be checked without importing it.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from shardlight.strategies.engine.host_ranks import Transport
-from shardlight.strategies.engine.kept_units import KeepGathered
-from shardlight.strategies.engine.kernels import MomentsDtype, OptimizerKernel
-from shardlight.strategies.engine.plan import Reduce
-from shardlight.strategies.engine.transforms.blocks import Compile, Recompute
+from shardlight.strategies.engine.choices import (
+    Compile,
+    KeepGathered,
+    MomentsDtype,
+    OptimizerKernel,
+    Recompute,
+    Transport,
+)
+from shardlight.strategies.engine.plan import PLANS, Reduce
 from shardlight.strategies.errors import StrategyError
 
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
@@ -93,6 +100,16 @@ class EngineOptions:
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
 
+OPTIONS: dict[str, type[EngineOptions]] = dict.fromkeys(PLANS, EngineOptions)
+"""What options each strategy has, by its name in a config."""
+
+ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
+    "shard_group": (("zero1", "zero2", "zero3"), "{} shards nothing"),
+    "keep_gathered": (("zero3",), "the weights of {} are always there"),
+    "keep_small": (("zero3",), "the weights of {} are always there"),
+}
+"""Options that mean something to some strategies only: which, and why not to the others."""
+
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "master": ("bf16-true",),
     "moments_dtype": ("32-true", "bf16-mixed", "16-mixed", "bf16-true"),
@@ -118,11 +135,11 @@ def without_effect(options: EngineOptions, precision: str) -> dict[str, str]:
 
 
 def _refuse_without_use(options: EngineOptions, strategy: str) -> None:
-    if options.shard_group is not None and strategy in ("single", "ddp"):
-        raise StrategyError(f"shard_group is for zero1, zero2 and zero3: {strategy} shards nothing. Leave it out.")
-    for name in ("keep_gathered", "keep_small"):
-        if getattr(options, name) != getattr(EngineOptions, name) and strategy != "zero3":
-            raise StrategyError(f"{name} is for zero3: the weights of {strategy} are always there. Leave it out.")
+    for name, (strategies, why) in ONLY_FOR.items():
+        if getattr(options, name) != getattr(EngineOptions, name) and strategy not in strategies:
+            *some, last = strategies
+            owners = f"{', '.join(some)} and {last}" if some else last
+            raise StrategyError(f"{name} is for {owners}: {why.format(strategy)}. Leave it out.")
 
 
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from shardlight.framework.config import config_from_dict, load, load_config, to_dict
 from shardlight.framework.faults import ConfigError
-from shardlight.framework.resume import ResumeConfig
+from shardlight.framework.schema import ResumeConfig
 from shardlight.framework.show import dump
+from shardlight.framework.world import check_devices
 from shardlight.strategies import EngineOptions
 
 OPTIONS = ", ".join(sorted(field.name for field in dataclasses.fields(EngineOptions)))
@@ -329,6 +330,9 @@ def test_a_warmup_that_does_not_fit_is_found_before_launch(project):
 
 def test_cuda_without_a_device_is_found_before_launch(project, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert faults_of(project(), "trainer.accelerator=cuda") == [
+    loaded = load(project(), ["trainer.accelerator=cuda"])
+    with pytest.raises(ConfigError) as caught:
+        check_devices(loaded)
+    assert str(caught.value) == (
         "command line: trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto."
-    ]
+    )

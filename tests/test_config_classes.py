@@ -2,11 +2,21 @@
 
 import os
 import sys
+from typing import Literal
 
 import pytest
-from lightning.pytorch import Callback, LightningModule
 from shardlight.framework.check import Checker
-from shardlight.framework.classes import Classes, parameters, project_root
+from shardlight.framework.class_source import FromSource
+from shardlight.framework.classes import Classes, project_root
+from shardlight.framework.described import (
+    CALLBACK,
+    DATA_MODULE,
+    MODULE,
+    TRAINING_MODULE,
+    UNREADABLE,
+    FromImport,
+    UnclearError,
+)
 from shardlight.framework.faults import PYTHON
 from shardlight.framework.source import BROKEN, Node, from_python
 
@@ -33,8 +43,22 @@ def function(): pass
 """
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
+class OnlySource(FromSource):
+    """Says what it cannot tell, instead of leaving it to an import."""
+
+    def describe(self, module_path, name):
+        try:
+            return super().describe(module_path, name)
+        except UnclearError:
+            raise AssertionError(f"{module_path}.{name} is unclear") from None
+
+
+def readers(how: str, root) -> tuple:
+    return {"import": (FromImport(root),), "source": (OnlySource(root),), "both": ()}[how]
+
+
+@pytest.fixture(params=["import", "both"])
+def project(request, tmp_path, monkeypatch):
     """A project folder with a package; gives (package, load), where load returns (class config or None, faults)."""
     package = f"shardlight_test_{tmp_path.name.replace('-', '_')}"
     (tmp_path / package).mkdir()
@@ -42,10 +66,10 @@ def project(tmp_path, monkeypatch):
     (tmp_path / package / "model.py").write_text(MODEL)
     path, modules = list(sys.path), set(sys.modules)
 
-    def load(name: str, base: type = LightningModule, trust: tuple[str, ...] = (), **arguments):
+    def load(name: str, base: str = MODULE, trust: tuple[str, ...] = (), how: str = request.param, **arguments):
         faults = []
         home = from_python({"m": {"class": name.replace("PKG", package), **arguments}})
-        made = Classes(tmp_path, trust, Checker(faults)).load(home.find("m"), base, "m", home)
+        made = Classes(tmp_path, trust, Checker(faults), readers(how, tmp_path)).load(home.find("m"), base, "m", home)
         return made, [fault.text.replace(package, "PKG") for fault in faults]
 
     load.package, load.root = package, tmp_path
@@ -58,9 +82,8 @@ def project(tmp_path, monkeypatch):
 
 def test_a_class_of_the_project_is_loaded_and_made(project):
     made, faults = project("PKG.model.Model", width=3, depth=1e1, names=["a"])
-    assert faults == [] and made.target.__name__ == "Model"
+    assert faults == [] and made.described.name == f"{project.package}.model.Model"
     assert dict(made.arguments) == {"width": 3, "depth": 10, "names": ("a",)}
-    assert isinstance(made.build(), made.target)
     assert (made.argument("drop"), made.argument("none"), made.argument("width")) == (0.0, None, 3)
 
 
@@ -72,13 +95,13 @@ def test_containers_given_to_an_object_are_its_own(project):
         "        super().__init__()\n"
         "        items[0]['a'] = 2\n"
     )
-    made, _ = project("shardlight_test_keep.Keep", items=[{"a": 1}])
-    made.build()
+    made, _ = project("shardlight_test_keep.Keep", how="import", items=[{"a": 1}])
+    assert isinstance(made.build(), made.target)
     assert made.arguments["items"] == [{"a": 1}]
 
 
 def test_classes_of_the_trusted_packages_are_loaded(project):
-    made, faults = project("lightning.pytorch.callbacks.EarlyStopping", Callback, monitor="x")
+    made, faults = project("lightning.pytorch.callbacks.EarlyStopping", CALLBACK, monitor="x")
     assert faults == [] and made.arguments["monitor"] == "x"
     assert project("PKG.model.BoringModel")[1] == []
 
@@ -165,14 +188,14 @@ def test_a_project_module_hidden_by_a_loaded_one_is_outside(project):
 )  # fmt: skip
 def test_a_module_that_cannot_be_imported_shows_its_cause(project, text, fault):
     (project.root / project.package / "new.py").write_text(text.replace("PKG", project.package))
-    made, faults = project("PKG.new.Model")
+    made, faults = project("PKG.new.Model", how="import")
     assert made is None and faults[0].startswith(f"m.class: PKG.new cannot be imported: {fault}")
 
 
 def test_a_keyboard_interrupt_in_a_module_is_one(project):
     (project.root / project.package / "new.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        project("PKG.new.Model")
+        project("PKG.new.Model", how="import")
 
 
 def test_arguments_are_checked_against_the_signature_and_its_bases(project):
@@ -194,7 +217,7 @@ def test_annotations_for_type_checkers_only_are_no_fault(project):
 
 def test_parameters_behind_keyword_arguments(project):
     made, _ = project("PKG.model.Model", width=1, depth=1)
-    assert list(parameters(made.target)) == ["width", "names", "depth", "drop"]
+    assert list(made.described.parameters) == ["width", "names", "depth", "drop"]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +232,14 @@ def test_parameters_behind_keyword_arguments(project):
 def test_a_block_without_a_class_is_a_fault(tmp_path, block, faults):
     found = []
     home = from_python({"m": block})
-    assert Classes(tmp_path, (), Checker(found)).load(home.find("m"), LightningModule, "m", home) is None
+    assert Classes(tmp_path, (), Checker(found)).load(home.find("m"), MODULE, "m", home) is None
     assert [fault.text for fault in found] == faults
 
 
 def test_a_class_whose_fault_is_reported_is_left_alone(tmp_path):
     found = []
     node = Node({"class": Node(BROKEN, PYTHON)}, PYTHON)
-    assert Classes(tmp_path, (), Checker(found)).load(node, LightningModule, "m", node) is None and found == []
+    assert Classes(tmp_path, (), Checker(found)).load(node, MODULE, "m", node) is None and found == []
 
 
 def test_the_project_is_the_nearest_folder_with_a_pyproject(tmp_path):
@@ -227,3 +250,128 @@ def test_the_project_is_the_nearest_folder_with_a_pyproject(tmp_path):
     (inner / "pyproject.toml").touch()
     os.symlink(inner, tmp_path / "link")
     assert project_root(tmp_path / "link") == inner
+
+
+AWKWARD = """
+import dataclasses
+import enum
+import os.path as osp
+import torch
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Generic, Literal, Optional, TypeVar
+import lightning.pytorch as pl
+import lightning as L
+from PKG import model as first
+from . import model
+from .model import *
+from .model import Base as Renamed
+T = TypeVar("T")
+Mode = Literal["fast", "slow"]
+WIDTH = 12
+class Parts:
+    def __init__(self, left: int = 1, *, right: "str | None" = None): super().__init__()
+class Whole(Parts, Renamed):
+    def __init__(self, mode: Mode, rate: Optional[float] = None, size=WIDTH, path: Path = Path("."), **rest): super().__init__(**rest)
+class Through(model.Base): pass
+class Again(first.Base): pass
+class Aliased(pl.LightningModule, Generic[T]):
+    def __init__(self, sizes: "list[int]", pair: tuple[float, float] = (0.1, 0.2), many: dict[str, list[int]] | None = None, kind: Annotated[int, "unit"] = 1): super().__init__()
+class Short(L.LightningModule):
+    def __init__(self, *sizes, keep: bool, anything): super().__init__()
+class Typed(pl.LightningModule):
+    def __init__(self, dtype: torch.dtype = torch.float32, wait: timedelta = timedelta(), plain: int = 1): super().__init__()
+    def configure_optimizers(self): return None
+class Diamond(Through, Renamed): pass
+Other = Short
+if T:
+    class Twice(pl.LightningModule): pass
+else:
+    class Twice(pl.LightningModule): pass
+@dataclasses.dataclass
+class Made(pl.LightningModule):
+    size: int = 1
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size: int = WIDTH): super().__init__()
+"""
+CLEAR = ["Whole", "Through", "Again", "Aliased", "Short", "Typed", "Diamond", "Other", "Data", "Model"]
+
+
+def test_the_source_says_what_the_class_says(tmp_path, monkeypatch):
+    """Each difference would be a fault that is none, or one that only the run finds."""
+    package = f"shardlight_test_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / "model.py").write_text(MODEL)
+    (tmp_path / package / "awkward.py").write_text(AWKWARD.replace("PKG", package))
+    monkeypatch.syspath_prepend(tmp_path)
+    read, imported = FromSource(tmp_path), FromImport(tmp_path)
+    names = [(f"{package}.awkward", name) for name in CLEAR]
+    names += [
+        ("lightning.pytorch.callbacks", name)
+        for name in (
+            "EarlyStopping",
+            "ModelCheckpoint",
+            "Timer",
+            "ModelSummary",
+            "LearningRateMonitor",
+            "StochasticWeightAveraging",
+            "EMAWeightAveraging",
+        )
+    ]
+    names += [("shardlight.framework", name) for name in ("TrainingModule", "Progress", "RunSummary")]
+    names += [("shardlight.strategies", "ShardedEMA")]
+    try:
+        for module, name in names:
+            by_source, by_import = read.describe(module, name), imported.describe(module, name)
+            assert by_source.name == by_import.name
+            ours = [item for item in by_source.lineage if not item.startswith(("typing.", "abc."))]
+            assert ours == [item for item in by_import.lineage if item in ours], name
+            for base in (MODULE, CALLBACK, DATA_MODULE, TRAINING_MODULE):
+                assert by_source.derives_from(base) == by_import.derives_from(base), (name, base)
+            assert by_source.own_optimizers == by_import.own_optimizers
+            assert list(by_source.parameters) == list(by_import.parameters), name
+            for key, parameter in by_source.parameters.items():
+                other = by_import.parameters[key]
+                assert parameter.annotation in (UNREADABLE, other.annotation), (name, key)
+                assert parameter.default is UNREADABLE or parameter.default == other.default, (name, key)
+        for name in ("Twice", "Made"):
+            with pytest.raises(UnclearError):
+                read.describe(f"{package}.awkward", name)
+        whole = read.describe(f"{package}.awkward", "Whole").parameters
+        assert [whole[name].annotation for name in ("mode", "rate", "right")] == [
+            Literal["fast", "slow"],
+            float | None,
+            str | None,
+        ]
+        assert whole["size"].default == 12 and whole["path"].default is UNREADABLE
+        typed = read.describe(f"{package}.awkward", "Typed").parameters
+        assert typed["dtype"].annotation is UNREADABLE and typed["plain"].annotation is int
+    finally:
+        for name in [name for name in sys.modules if name.startswith(package)]:
+            del sys.modules[name]
+
+
+def test_nothing_of_a_class_that_is_read_runs(tmp_path):
+    (tmp_path / "shardlight_test_read.py").write_text(
+        "from lightning.pytorch import LightningModule\nraise SystemExit\nclass X(LightningModule):\n    def __init__(self, n: int): pass\n"
+    )
+    faults = []
+    home = from_python({"m": {"class": "shardlight_test_read.X", "n": "a"}})
+    assert (
+        Classes(tmp_path, (), Checker(faults), (OnlySource(tmp_path),)).load(home.find("m"), MODULE, "m", home) is None
+    )
+    assert [fault.text for fault in faults] == ["m.n must be a whole number, got 'a' (text)."]
+    assert "shardlight_test_read" not in sys.modules
+
+
+def test_what_the_source_leaves_open_is_imported(project):
+    (project.root / project.package / "open.py").write_text(
+        "import torch\nfrom lightning.pytorch import LightningModule\n"
+        "class X(LightningModule):\n    def __init__(self, dtype: torch.dtype = None, n: int = 1): super().__init__()\n"
+        "globals()['Y'] = X\n"
+    )
+    assert project("PKG.open.X", dtype="float32")[1] == [
+        "m.dtype must be a dtype, which a config cannot give; got 'float32' (text)."
+    ]
+    assert project("PKG.open.Y", n=2)[1] == []

@@ -13,7 +13,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from shardlight.ops.sums import real_view, sum_in_rank_order
-from shardlight.strategies.engine.host_ranks import HostRanks, Transport, connect
+from shardlight.strategies.engine.choices import Transport
+from shardlight.strategies.engine.host_ranks import HostRanks, connect
 from shardlight.strategies.engine.pages import Pages
 from shardlight.strategies.engine.ranges import SHARED, begin, end
 from shardlight.strategies.errors import CollectiveError

@@ -25,13 +25,12 @@ from shardlight.ops.sums import all_true, real_view
 from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
+from shardlight.strategies.engine.choices import KeepGathered, MomentsDtype, OptimizerKernel, Transport
 from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
-from shardlight.strategies.engine.host_ranks import Transport
-from shardlight.strategies.engine.kept_units import KeepGathered
-from shardlight.strategies.engine.kernels import MomentsDtype, OptimizerKernel, why_not_compiled, why_unknown
+from shardlight.strategies.engine.kernels import why_not_compiled, why_unknown
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan

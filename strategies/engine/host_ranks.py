@@ -16,16 +16,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from shardlight.ops.built import why_not_shared
 from shardlight.ops.host_collectives import HostGroup, create_segment
 from shardlight.ops.host_memory import Arena, arena
+from shardlight.strategies.engine.choices import Transport
 
-Transport = Literal["auto", "gloo"]
-"""What moves data between ranks on CPU: `auto` is shared memory within a host."""
 HOST_VARIABLE = "SHARDLIGHT_HOST"
 """Names the host instead of what the system says; ranks with different names do not look for shared memory."""
 

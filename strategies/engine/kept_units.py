@@ -2,14 +2,12 @@
 
 import socket
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from shardlight.ops.memory import available_bytes
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.unit import Unit
 
-KeepGathered = Literal["no", "backward", "window", "auto"]
 SHARE = 0.5
 """Of the memory that is left at the start of a backward, when activations take most: what `auto` uses."""
 

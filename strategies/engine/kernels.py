@@ -6,7 +6,7 @@ know no difference.
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from shardlight.ops.adagrad import adagrad_step
@@ -16,12 +16,11 @@ from shardlight.ops.registry import OPS
 from shardlight.ops.rmsprop import rmsprop_step
 from shardlight.ops.sgd import sgd_step
 from shardlight.ops.steps import Batch
+from shardlight.strategies.engine.choices import OptimizerKernel
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import optimizer as torch_optimizer
 
-OptimizerKernel = Literal["auto", "torch"]
-MomentsDtype = Literal["bfloat16"]
 Factors = tuple[float, float]
 Columns = tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[float]]
 """Parameters, gradients, states, numbers of the step."""

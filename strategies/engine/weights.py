@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import torch
 from shardlight.strategies.engine.agreement import Agreement
-from shardlight.strategies.engine.kept_units import KeepGathered, keep_what_fits
+from shardlight.strategies.engine.choices import KeepGathered
+from shardlight.strategies.engine.kept_units import keep_what_fits
 from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
 from shardlight.strategies.engine.ranges import hook_computing

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from shardlight.strategies.engine.choices import Compile, Recompute
 from shardlight.strategies.engine.transforms.compile import compile_blocks, keep_engine_out
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.errors import StrategyError
 from torch import nn
-
-Recompute = Literal["no", "blocks", "blocks_reentrant"]
-Compile = Literal["no", "blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)

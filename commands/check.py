@@ -1,0 +1,46 @@
+"""`shardlight check`: what can be known of a run before it starts, and `shardlight schema`: the same for an editor."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from shardlight.commands.output import Debug, short_errors
+
+if TYPE_CHECKING:
+    from shardlight.framework.schema import Config
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file.")
+]
+Trust = Annotated[
+    list[str] | None, typer.Option("--trust", metavar="PKG", help="Also take classes from this package; repeatable.")
+]
+
+
+def check(config: ConfigPath, overrides: Overrides = None, *, trust: Trust = None, debug: Debug = False) -> None:
+    """Check a config without starting anything."""
+    with short_errors(debug):
+        from shardlight.framework.config import load
+
+        loaded = load(config, overrides or [], trust or [], imports=False)
+    typer.echo(f"{config}: {outline(loaded.config)}. No faults.")
+
+
+def outline(config: "Config") -> str:
+    """The run in one line: strategy, ranks, samples per step, length."""
+    trainer = config.trainer
+    ranks, accumulate = trainer.world_size, trainer.accumulate_grad_batches or 1
+    parts = [f"{config.strategy.name} on {_count(ranks, 'rank')}"]
+    batch = config.data.argument("batch_size")
+    if isinstance(batch, int):
+        terms = f"batch_size {batch} x {_count(accumulate, 'micro-batch', 'es')} x {_count(ranks, 'rank')}"
+        parts.append(f"{batch * accumulate * ranks} samples per step ({terms})")
+    if isinstance(trainer.limit_train_batches, int):
+        parts.append(f"{_count(-(-trainer.limit_train_batches // accumulate), 'step')} per epoch at most")
+    lengths = [_count(n, word) for n, word in ((trainer.max_steps, "step"), (trainer.max_epochs, "epoch")) if n]
+    parts.append(" or ".join(lengths) + (", whichever ends first" if len(lengths) > 1 else ""))
+    return ", ".join(parts)
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else plural}"

@@ -1,0 +1,16 @@
+"""The words that options of the engine may be. No torch in here: a config is checked without importing it."""
+
+from typing import Literal
+
+Transport = Literal["auto", "gloo"]
+"""What moves data between ranks on CPU: `auto` is shared memory within a host."""
+KeepGathered = Literal["no", "backward", "window", "auto"]
+"""How long a unit's weights stay, where parameters are sharded."""
+OptimizerKernel = Literal["auto", "torch"]
+"""Who computes an optimizer's step."""
+MomentsDtype = Literal["bfloat16"]
+"""What the optimizer's moments may be kept in."""
+Recompute = Literal["no", "blocks", "blocks_reentrant"]
+"""Whose activations are computed again in backward."""
+Compile = Literal["no", "blocks"]
+"""What torch.compile compiles."""
