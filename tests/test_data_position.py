@@ -1,7 +1,6 @@
 """A run that goes on in the middle of an epoch sees each sample once, on whatever ranks and in whatever batches."""
 
 import hashlib
-import json
 import math
 import warnings
 from array import array
@@ -13,17 +12,13 @@ import numpy as np
 import pytest
 import torch
 from harness import run_ranks
-from hypothesis import given
-from hypothesis import strategies as st
 from shardlight.framework.data import TokenDataset, write_tokens
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
 from shardlight.strategies.errors import CheckpointError
-from shardlight.strategies.loss_log import LossLog
-from shardlight.strategies.sample_order import Deal, draw, order_of
 from test_lightning_fit import make_trainer
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 F64 = {"dtype": torch.float64}
 WORLDS = (1, 2, 3, 4)
@@ -507,111 +502,3 @@ def one_goes_on(rank, world_size, folder, window, two):
 def test_one_rank_goes_on_with_windows_and_loaders_of_two(tmp_path):
     (window, two), _ = run_ranks(two_save, 2, init=False, folder=str(tmp_path), timeout_s=200)
     run_ranks(one_goes_on, 1, init=False, folder=str(tmp_path), window=window, two=two, timeout_s=200)
-
-
-# --- the loss log
-
-
-class SometimesInf(Module):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.returned = [*getattr(self, "returned", []), loss.item()]
-        return loss * float("inf") if self.trainer.global_step == 1 else loss
-
-
-def check_losses(rank, world_size, folder):
-    with pytest.warns(UserWarning, match="a step was skipped"):
-        trainer, module = alone(folder, DataLoader(Rows(8), 2), module=SometimesInf(), max_epochs=1)
-    trainer.save_checkpoint(f"{folder}/inf")
-    kept = losses(f"{folder}/inf")
-    assert kept.dtype == torch.float64 and kept.shape == (4,) and kept[1].isnan()
-    assert [kept[n].item() for n in (0, 2, 3)] == [module.returned[n] for n in (0, 2, 3)]
-
-    trainer = make_trainer("zero1", 1, folder)
-    trainer.validate(Module(), DataLoader(Rows(2)), ckpt_path=f"{folder}/inf", verbose=False)
-    trainer.save_checkpoint(f"{folder}/validated")
-    assert "losses" not in load_trainer(CheckpointReader(f"{folder}/validated"))
-
-    class OwnLosses(Module):
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["losses"] = [1.0, 2.0]
-
-    trainer, _ = alone(folder, DataLoader(Rows(8), 2), module=OwnLosses(), max_epochs=1)
-    with pytest.warns(UserWarning, match="its key 'losses' was taken in on_save_checkpoint"):
-        trainer.save_checkpoint(f"{folder}/own")
-    assert losses(f"{folder}/own") == [1.0, 2.0]
-
-
-def test_the_loss_of_every_step_is_kept(tmp_path):
-    run_ranks(check_losses, 1, init=False, folder=str(tmp_path))
-
-
-def test_a_million_losses_cost_eight_bytes_each():
-    log = LossLog()
-    for n in range(10):
-        log.add(float(n))
-    before = log.tensor()
-    log.add(float("nan"))
-    assert before.tolist() == list(range(10)) and len(log) == 11
-    other = LossLog()
-    other.take_from({"losses": log.tensor()})
-    assert torch.equal(other.tensor().nan_to_num(-1.0), log.tensor().nan_to_num(-1.0))
-    other.take_from({})
-    assert other.tensor().shape == (0,)
-
-
-# --- the arithmetic
-
-
-@given(
-    length=st.integers(1, 40), ranks=st.integers(1, 5), size=st.integers(1, 4), shuffle=st.booleans(),
-    uneven=st.booleans(), data=st.data(),
-)  # fmt: skip
-def test_a_deal_goes_on_as_the_sampler_would_have(length, ranks, size, shuffle, uneven, data):
-    def sampler(rank):
-        made = DistributedSampler(range(length), ranks, rank, shuffle, seed=4, drop_last=uneven)
-        made.set_epoch(2)
-        return made
-
-    whole = [list(sampler(rank)) for rank in range(ranks)]
-    described = order_of(DataLoader(range(length), size, sampler=sampler(0)), ranks, 0)
-    had = data.draw(st.integers(0, max(0, len(whole[0]) - 1) // size))
-    left = Deal(described, had * size * ranks, ranks, size, drop_uneven=uneven)
-    if length >= ranks or not uneven:
-        assert [left.indices(rank) for rank in range(ranks)] == [w[had * size :] for w in whole]
-        assert left.batches == math.ceil(len(whole[0][had * size :]) / size)
-    # Dealt to other ranks in other batches, each sample comes once before any comes again.
-    others, other_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    dealt = Deal(described, had * size * ranks, others, other_size)
-    shares = [dealt.indices(rank) for rank in range(others)]
-    rest = draw(described)[had * size * ranks :].tolist()
-    assert [i for turn in zip(*shares, strict=True) for i in turn][: len(rest)] == rest
-    assert 0 <= sum(map(len, shares)) - len(rest) < others
-    full = Deal(described, had * size * ranks, others, other_size, drop_last=True)
-    assert full.batches == max(1, dealt.each // other_size) and full.repeated_to_fill == (dealt.each < other_size)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_random_order_is_drawn_again(replacement, own):
-    torch.manual_seed(8)
-    generator = torch.Generator().manual_seed(9) if own else None
-    sampler = RandomSampler(range(7), replacement, num_samples=40, generator=generator)
-    loader = DataLoader(range(7), 3, sampler=sampler)
-    described = json.loads(json.dumps(order_of(loader, 1, 0)))
-    assert draw(described).tolist() == list(sampler)
-    assert order_of(loader, 2, 0) is None
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        [1, 2],
-        DataLoader(Numbers(), 2),
-        DataLoader(range(8), batch_sampler=Pairs(8)),
-        DataLoader(range(8), batch_sampler=BatchSampler(range(8), 2, False), num_workers=0),
-        DataLoader(range(8), sampler=[3, 1, 2]),
-    ],
-)
-def test_other_orders_are_not_known(loader):
-    assert order_of(loader, 1, 0) is None
