@@ -18,6 +18,7 @@ import typer
 from shardlight.commands.bench import bench
 from shardlight.commands.check import ConfigPath, Overrides, Trust, check
 from shardlight.commands.checkpoint import checkpoint, export
+from shardlight.commands.migrate import migrate
 from shardlight.commands.output import Debug, fail, make_folder_of, short_errors, wide_console
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def predict(
 
 app.command()(check)
 app.command()(export)
+app.command()(migrate)
 
 
 @ops.callback(invoke_without_command=True)

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from shardlight.framework.faults import ConfigError, Fault
-from shardlight.framework.source import BROKEN, Node, Override, parse_override, read_yaml
+from shardlight.framework.source import BROKEN, FILL_IN, Node, Override, parse_override, read_yaml
 
 SHORT = {"strategy": "name", "init_from": "path", "resume": "path"}
 """Sections that may be one text, and the key that it then is the value of."""
@@ -38,7 +38,18 @@ def load_tree(path: str, overrides: Iterable[str] = ()) -> tuple[Node, list[Faul
             values = f"{earlier.node.plain()!r} and {override.node.plain()!r}"
             faults.append(Fault(override.node.origin, f"{override.path} is given twice: {values}. Keep one."))
         tree = _apply(tree, override, faults)
-    return interpolate(tree, faults), faults
+    return interpolate(_filled_in(tree, faults), faults), faults
+
+
+def _filled_in(node: Node, faults: list[Fault], path: tuple[Any, ...] = ()) -> Node:
+    """Returns the tree with a fault for each value that is still FILL_IN, as `shardlight migrate` leaves them."""
+    if isinstance(node.value, dict):
+        return Node({key: _filled_in(item, faults, (*path, key)) for key, item in node.value.items()}, node.origin)
+    if node.value != FILL_IN:
+        return node
+    text = f"{_dotted(path)} is still {FILL_IN}: write its value; the comment beside it says where that comes from."
+    faults.append(Fault(node.origin, text))
+    return Node(BROKEN, node.origin)
 
 
 def _read_extended(path: str, chain: tuple[str, ...], faults: list[Fault]) -> Node:

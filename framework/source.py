@@ -35,6 +35,9 @@ _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 BROKEN = object()
 """Stands in a tree for a value whose fault is already reported, so that it is not reported again."""
 
+FILL_IN = "FILL_IN"
+"""What a config says where a value is still to be filled in."""
+
 
 @dataclass(frozen=True)
 class Node:

@@ -87,7 +87,15 @@ def test_no_import_cycle():
 
 
 @pytest.mark.parametrize(
-    "module", ["framework", "framework.bench.zero", "framework.bench.collectives", "commands.checkpoint", "cli"]
+    "module",
+    [
+        "framework",
+        "framework.bench.zero",
+        "framework.bench.collectives",
+        "commands.checkpoint",
+        "framework.migrate.report",
+        "cli",
+    ],
 )
 def test_a_light_module_does_not_import_torch(module):
     """`shardlight --help` answers in 0.3 s: neither the command line nor the bare framework package imports torch."""
