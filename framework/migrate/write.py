@@ -29,8 +29,8 @@ def to_yaml(entries: Mapping[str, Entry], source: str) -> str:
     for path, entry in entries.items():
         section, _, key = path.partition(".")
         sections[section][key] = entry
-    head = f"# From {printable(source)}, by shardlight migrate. Replace every {FILL_IN}, then look whether it is whole:"
-    blocks = [f"{head}\n#   shardlight fit CONFIG --dry-run\n"]
+    head = f"# From {printable(source)}, by shardlight migrate. Replace every {FILL_IN}; what is left to mend says:"
+    blocks = [f"{head}\n#   shardlight check CONFIG\n"]
     for name, items in sections.items():
         if items:
             keys = sorted(items, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
@@ -55,4 +55,5 @@ def _rows(key: str, entry: Entry) -> Iterator[str]:
 
 def printable(text: Any) -> str:
     """Text on one line, without characters that a terminal or a comment would obey."""
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in str(text))
+    plain = str(text)
+    return plain if plain.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
