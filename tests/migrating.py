@@ -21,6 +21,7 @@ FloatLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
+
 def write(folder: Path, source: dict, name: str = "ds_config.json") -> Path:
     path = folder / name
     path.write_text(json.dumps(source, indent=1))

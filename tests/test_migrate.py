@@ -69,13 +69,17 @@ def test_a_migrated_config_passes_the_check_once_it_is_filled_in(name, project):
     rows = made.text.splitlines()
     still = [fault for fault in caught.value.faults if f"is still {FILL_IN}" in fault.text]
     assert {fault.text.split()[0] for fault in still} == set(made.fill_in)
-    assert all(rows[fault.origin.line - 1].endswith(FILL_IN) or f"{FILL_IN} " in rows[fault.origin.line - 1] for fault in still)
+    assert all(
+        rows[fault.origin.line - 1].endswith(FILL_IN) or f"{FILL_IN} " in rows[fault.origin.line - 1] for fault in still
+    )
     values = yaml.load(made.text, FloatLoader)
     filled = dict(FILLED)
     if "optimizer" not in values:
         filled["module.class"] = "migrated_project.Model"
     if "data.batch_size" in made.fill_in and "global_batch_size" in values["trainer"]:
-        filled["data.batch_size"] = values["trainer"]["global_batch_size"] // values["trainer"]["accumulate_grad_batches"] // 2
+        filled["data.batch_size"] = (
+            values["trainer"]["global_batch_size"] // values["trainer"]["accumulate_grad_batches"] // 2
+        )
     loaded = load(path, [f"{place}={json.dumps(filled[place])}" for place in made.fill_in]).config
     assert loaded.strategy.name == values["strategy"]["name"]
 
@@ -261,7 +265,12 @@ def test_a_key_that_is_settled_with_others_ends_in_one_line_or_a_fault_whatever_
 
 
 def test_what_a_table_writes_is_a_key_of_ours():
-    homes = {"trainer": TrainerConfig, "strategy": EngineOptions, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+    homes = {
+        "trainer": TrainerConfig,
+        "strategy": EngineOptions,
+        "optimizer": OptimizerConfig,
+        "schedule": ScheduleConfig,
+    }
     for table in TABLES.values():
         for rule in table.values():
             if rule.to:
@@ -369,7 +378,9 @@ def test_a_schedule_is_the_same_function(kind, tmp_path):
              for step in range(total)]  # fmt: skip
     after = slice(warmup + 1, total)
     assert max(worst[:warmup]) <= 2 / warmup
-    assert max(worst[after]) <= {"WarmupLR": 0, "WarmupDecayLR": 1.001 / (total - warmup), "WarmupCosineLR": 1e-12}[kind]
+    assert (
+        max(worst[after]) <= {"WarmupLR": 0, "WarmupDecayLR": 1.001 / (total - warmup), "WarmupCosineLR": 1e-12}[kind]
+    )
 
 
 def test_a_schedule_that_is_not_here_is_said_and_not_written(tmp_path):

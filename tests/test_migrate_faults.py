@@ -74,12 +74,16 @@ def test_accelerate_and_its_deepspeed_file_have_to_agree(tmp_path):
     source["deepspeed_config"] = {"deepspeed_config_file": "inner.json", "gradient_accumulation_steps": 4}
     write(tmp_path, {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}, "inner.json")
     text = fault(tmp_path, source)
-    assert "inner.json:2: gradient_accumulation_steps is 2, but deepspeed_config.gradient_accumulation_steps is 4" in text
+    assert (
+        "inner.json:2: gradient_accumulation_steps is 2, but deepspeed_config.gradient_accumulation_steps is 4" in text
+    )
     assert "bf16.enabled is true, but mixed_precision is fp16" in text
     inner = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     write(tmp_path, inner, "inner.json")
     terms = "train_micro_batch_size_per_gpu 8 x gradient_accumulation_steps 4 x num_processes 4 = 128"
-    assert f"train_batch_size is 64, but {terms.replace('gradient', 'deepspeed_config.gradient')}" in fault(tmp_path, source)
+    assert f"train_batch_size is 64, but {terms.replace('gradient', 'deepspeed_config.gradient')}" in fault(
+        tmp_path, source
+    )
     write(tmp_path, inner | {"train_batch_size": 128}, "inner.json")
     assert config(tmp_path, source)["trainer"]["global_batch_size"] == 128
 
@@ -155,7 +159,10 @@ def test_the_command_writes_the_config_and_the_report(tmp_path):
     assert out.read_text() == migrate(SOURCES / "ds_lora_mics.json").text
     (tmp_path / "plain").touch()
     assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert "Unknown: not a key of the source's own tool (1)\n  ds_lora_mics.json:15  gradient_cliping = 1.0  " in ran.output
+    assert (
+        "Unknown: not a key of the source's own tool (1)\n  ds_lora_mics.json:15  gradient_cliping = 1.0  "
+        in ran.output
+    )
     assert f"{out}: written. To fill in: module.class, data.class, trainer.max_steps." in ran.output
     data = json.loads(report.read_text())
     assert sum(data["counts"].values()) == len(data["lines"]) and data["kind"] == "deepspeed"
@@ -182,5 +189,3 @@ def test_a_fault_writes_nothing_and_shows_no_traceback(tmp_path):
     source = write(tmp_path, {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2})
     ran = run(["migrate", str(source), "--out", str(tmp_path / "c.yaml")])
     assert ran.exit_code == 2 and "Traceback" not in ran.output and not (tmp_path / "c.yaml").exists()
-
-
