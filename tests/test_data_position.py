@@ -17,8 +17,9 @@ from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
 from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
+from test_sample_order import Numbers, Pairs
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 F64 = {"dtype": torch.float64}
 WORLDS = (1, 2, 3, 4)
@@ -312,29 +313,6 @@ class SavesInside(pl.Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer):
         if trainer.global_step == 1:
             trainer.save_checkpoint(self.path)
-
-
-class Numbers(IterableDataset):
-    """Samples without a length; each rank has its own share."""
-
-    def __init__(self, rank=0, world=1, length=12):
-        self.numbers = range(rank, length, world)
-
-    def __iter__(self):
-        return (Rows(0)[i] for i in self.numbers)
-
-
-class Pairs:
-    """A batch sampler that is nobody's subclass."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter([[i, i + 1] for i in range(0, self.length, 2)])
-
-    def __len__(self):
-        return self.length // 2
 
 
 def check_alone(rank, world_size, folder):

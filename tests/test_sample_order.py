@@ -8,8 +8,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardlight.strategies.sample_order import Deal, draw, order_of
-from test_data_position import Numbers, Pairs
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+
+class Numbers(IterableDataset):
+    """Samples without a length; each rank has its own share."""
+
+    def __init__(self, rank=0, world=1, length=12):
+        self.numbers = range(rank, length, world)
+
+    def __iter__(self):
+        return (Rows(0)[i] for i in self.numbers)
+
+
+class Pairs:
+    """A batch sampler that is nobody's subclass."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter([[i, i + 1] for i in range(0, self.length, 2)])
+
+    def __len__(self):
+        return self.length // 2
 
 
 @given(
