@@ -17,7 +17,7 @@ from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
 from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
-from test_sample_order import Numbers, Pairs
+from test_sample_order import Pairs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -37,6 +37,16 @@ class Rows(Dataset):
     def __getitem__(self, i):
         g = torch.Generator().manual_seed(i)
         return torch.tensor([float(i)], **F64), torch.randn(7, generator=g, **F64), torch.randn(3, generator=g, **F64)
+
+
+class Numbers(IterableDataset):
+    """Samples without a length; each rank has its own share."""
+
+    def __init__(self, rank=0, world=1, length=12):
+        self.numbers = range(rank, length, world)
+
+    def __iter__(self):
+        return (Rows(0)[i] for i in self.numbers)
 
 
 class Windows(TokenDataset):
