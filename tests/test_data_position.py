@@ -19,7 +19,7 @@ from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
 from test_sample_order import Pairs
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 F64 = {"dtype": torch.float64}
 WORLDS = (1, 2, 3, 4)
