@@ -195,6 +195,7 @@ def build_trainer(
         on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
         plugins.append(MixedFP16("cuda" if on_cuda else "cpu"))
     strategy = build_strategy(config.strategy)
+    strategy.run_config = to_dict(config)
     if config.resume is not None:
         strategy.skip_on_load = config.resume.skip
         strategy.resume_order = resume.paths

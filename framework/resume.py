@@ -52,7 +52,7 @@ def choose(config: Config, verb: str, env: Mapping[str, str]) -> Choice:
         return Choice((config.resume.path,))
     if VARIABLE in env:
         return Choice(tuple(json.loads(env[VARIABLE])))
-    found = find(run_folders(config))
+    found = find(run_folders(config), training=verb == "fit")
     where = Path(config.run.dir) / (config.run.name or "run")
     if not found.paths and verb != "fit" and config.init_from is None:
         raise CheckpointError("\n".join([*found.skipped, f"resume: auto: there is no whole checkpoint in {where}."]))

@@ -11,7 +11,7 @@ def put(path: Path, step: int | None = None) -> Path:
     """A checkpoint with one empty tensor file."""
     path.mkdir(parents=True)
     content = {
-        "trainer": {},
+        "optimizers": [],
         "step": step if step is not None else int(path.name.strip(".").split("-")[1].split(".")[0]),
     }
     files = [StoredFile("rank-00000.safetensors", 3, (0,))]
@@ -65,6 +65,13 @@ def test_each_that_is_skipped_is_named_with_the_reason(tmp_path):
     ]
 
 
+def test_weights_alone_are_enough_for_an_evaluation_only(tmp_path):
+    path = put(tmp_path / "000/checkpoints/step-5")
+    (path / MANIFEST).write_bytes(Manifest({"step": 5}, [], {}).to_bytes())
+    assert find([tmp_path / "000"], training=False).paths == (path,)
+    assert find([tmp_path / "000"]).skipped == (f"{path} is skipped: it holds weights only.",)
+
+
 def test_a_run_without_a_whole_one_is_passed_over_and_said(tmp_path):
     (tmp_path / "001/checkpoints/.step-8.writing").mkdir(parents=True)
     put(tmp_path / "000/checkpoints/step-4")
@@ -76,6 +83,7 @@ def test_a_run_without_a_whole_one_is_passed_over_and_said(tmp_path):
 CUT = ["step-20", ".step-20.writing", ".step-20.replaced"]
 
 
+@pytest.mark.conformance("D12")
 @pytest.mark.parametrize("there", range(27))
 def test_whatever_a_killed_save_leaves_the_newest_whole_one_is_found_and_never_removed(tmp_path, there):
     """Each of the three names: not there, cut off, complete. What is in place is newer than what was replaced."""

@@ -7,6 +7,7 @@ import torch
 from command import run_command
 from safetensors.torch import load_file
 from shardlight.strategies.checkpoint.export import export_safetensors
+from shardlight.strategies.checkpoint.manifest import Manifest
 from test_cli import here, in_process, project  # noqa: F401
 
 QUICK = ("trainer.num_sanity_val_steps=0", "trainer.limit_val_batches=0", "checkpoint.every_n_steps=2")
@@ -53,6 +54,8 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_its_name(fit, project
     assert {p.name for p in Path(HERE).iterdir()} == {"step-2", "step-4"}
     newest = "runs/here/001/checkpoints/step-8"
     assert equal("runs/whole/000/checkpoints/step-8", newest)
+    stored = Manifest.read(Path(newest)).content["config"]
+    assert (stored["run"]["name"], stored["resume"]) == ("here", {"path": "auto", "skip": []})
     # The files of the newest one are damaged, which only their checksums tell; two ranks go on from the one before.
     flip(f"{newest}/rank-00000.safetensors")
     line = ["fit", "config.yaml", *QUICK, "resume=auto", "trainer.max_steps=7"]

@@ -43,18 +43,21 @@ class _Seen:
     """Among those of one step: the lowest is preferred."""
 
 
-def find(run_folders: Iterable[Path]) -> Found:
+def find(run_folders: Iterable[Path], *, training: bool = True) -> Found:
     """Looks for checkpoints in the folders of runs, given from the newest to the oldest run.
 
     Of one run the highest step comes first. A link counts as what it points to, once. What a killed save has left
     counts if it is complete and nothing complete has its name: see [Note: left-overs].
+
+    Args:
+        training: training is to go on, for which weights alone are not enough.
     """
     usable: list[_Seen] = []
     skipped: list[str] = []
     known: set[Path] = set()
     for run in run_folders:
         seen = []
-        for one in _look(run / FOLDER):
+        for one in _look(run / FOLDER, training):
             if one.path.resolve() not in known:
                 known.add(one.path.resolve())
                 seen.append(one)
@@ -91,7 +94,7 @@ def tidy(folder: Path) -> None:
                 remove_folder(path)
 
 
-def _look(folder: Path) -> Iterator[_Seen]:
+def _look(folder: Path, training: bool) -> Iterator[_Seen]:
     named: dict[str, _Seen] = {}
     for path in _entries(folder):
         if path.name.startswith("."):
@@ -101,12 +104,12 @@ def _look(folder: Path) -> Iterator[_Seen]:
         elif path.is_dir():
             # Said by its own name, not by that of the link.
             target = folder / os.readlink(path) if path.is_symlink() else path
-            named[path.name] = _Seen(target, *_check(target))
+            named[path.name] = _Seen(target, *_check(target, training))
     yield from sorted(named.values(), key=lambda s: s.path.is_symlink())
     for name, paths in _left_overs(folder).items():
         if name in named and not named[name].fault:
             continue
-        seen = [_Seen(p, *_check(p), order=1 + n) for n, p in enumerate(paths)]
+        seen = [_Seen(p, *_check(p, training), order=1 + n) for n, p in enumerate(paths)]
         # A save that was cut off is worth a word only where nothing else has its name.
         yield from [s for s in seen if not s.fault] or ([] if name in named else seen[:1])
 
@@ -128,15 +131,17 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _check(path: Path) -> tuple[int | None, str]:
+def _check(path: Path, training: bool = False) -> tuple[int | None, str]:
     """The step of a checkpoint, and what is wrong with it as far as its manifest and the sizes of its files tell."""
     numbers = re.findall(r"\d+", path.name)
     step = int(numbers[0]) if len(numbers) == 1 else None
     try:
-        stored = Manifest.read(path).content.get("step")
+        content = Manifest.read(path).content
     except CheckpointError as error:
         return step, str(error)
-    return stored if isinstance(stored, int) else step, ""
+    stored = content.get("step")
+    fault = "it holds weights only." if training and content.get("optimizers") is None else ""
+    return stored if isinstance(stored, int) else step, fault
 
 
 def _short(seen: _Seen) -> str:

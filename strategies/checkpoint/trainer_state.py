@@ -16,7 +16,6 @@ from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, Stored
 from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts, replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
-from shardlight.strategies.checkpoint.weights import SavedModel, compare, write
 from shardlight.strategies.checkpoint.window import add_window
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
@@ -242,25 +241,6 @@ def agree(engine: Engine | None, fault: str, caller: str) -> None:
 def load_trainer(reader: CheckpointReader) -> dict[str, Any]:
     """Returns the Trainer's part of a checkpoint as the dict that was saved, without weights and optimizer state."""
     return decode(reader.content["trainer"], _tensors_below(reader, "trainer"))
-
-
-def load_model(
-    engine: Engine, reader: CheckpointReader, state: Mapping[str, Any], names: Sequence[str], strict: bool
-) -> None:
-    """Reads this rank's pieces of the weights, and the rest whole.
-
-    Args:
-        state: the module's state dict with the engine's parameters themselves.
-        names: which of the checkpoint's tensors to use.
-    Raises: CheckpointError: before anything is changed: names missing or too many (with `strict`), shapes that differ.
-    """
-    weights = SavedModel(reader, names)
-    report, sources, faults = compare(weights, state)
-    if not strict:
-        report = replace(report, missing={}, unexpected={})
-    if report.fault(weights.where) or faults:
-        raise CheckpointError(" ".join([report.fault(weights.where), *faults]).strip())
-    write(engine, weights, state, sources)
 
 
 def load_optimizers(
