@@ -133,17 +133,17 @@ CELLS = [
 
 
 def cells(world):
-    return [c for c in CELLS if (c[0] == "single") == (world == 1) or c[0] == "zero3"]
+    return CELLS[1:] if world > 1 else [CELLS[0], CELLS[-2]]
 
 
 def check_resume(rank, world_size, folder, every):
     for number, cell in enumerate(cells(world_size)):
-        module, trainer, want = run(cell, world_size, rank, folder)
-        assert any(name.startswith("state") for name in want), f"{cell}: rank {rank} has no part of the model"
-        points = (1, 2, 3, 5, 7, 9, 11) if every else [(2, 5), (3, 11), (9, 5)][number % 3]
+        points = (1, 2, 3, 5, 7, 9, 11) if every else [(2, 5), (3,), (9,), (5,), (11,)][number % 5]
         place = f"{folder}/{number}"
-        saving = run(cell, world_size, rank, folder, SaveAt(place, points))
-        assert_same(saving[2], want, f"{cell}: saving changed the run")
+        module, trainer, want = run(cell, world_size, rank, folder, SaveAt(place, points))
+        assert any(name.startswith("state") for name in want), f"{cell}: rank {rank} has no part of the model"
+        if every or not number % 4:
+            assert_same(run(cell, world_size, rank, folder)[2], want, f"{cell}: saving changed the run")
         for at in points:
             where = f"{cell} saved after batch {at}"
             again, resumed, got = run(cell, world_size, rank, folder, resume=f"{place}/{at}")
