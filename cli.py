@@ -255,7 +255,7 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
     # -P: the working directory is not on sys.path, as under the console script.
     flags = subprocess._args_from_interpreter_flags()
     command = [sys.executable, *flags, "-P", "-m", "shardlight.cli", *sys.argv[1:]]
-    choice = resume.choose(loaded.config, verb, os.environ)
+    choice = resume.choose(loaded.config, verb)
     _echo(choice.notes)
     with _run_dir(loaded, dry_run) as run_dir:
         env = {**os.environ, "SHARDLIGHT_RUN_DIR": str(run_dir), "SHARDLIGHT_STARTED": repr(started)}
@@ -276,7 +276,7 @@ def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *,
     from shardlight.framework.world import adopt_slurm
 
     quiet()
-    choice = choose(loaded.config, verb, os.environ)
+    choice = choose(loaded.config, verb)
     if world is not None and world.launcher == "SLURM":
         adopt_slurm(os.environ, loaded.config.trainer.devices)
     first = world is None or world.rank == 0

@@ -38,19 +38,19 @@ def run_folders(config: Config) -> list[Path]:
     return sorted(numbered, key=lambda item: int(item.name), reverse=True)
 
 
-def choose(config: Config, verb: str, env: Mapping[str, str]) -> Choice:
+def choose(config: Config, verb: str, env: Mapping[str, str] | None = None) -> Choice:
     """Finds what a run goes on from; changes nothing on the disk.
 
     Args:
         verb: what will run: only a fit and a start from given weights (init_from) go without a checkpoint.
-        env: where a supervisor has chosen already, it says so there.
+        env: of a worker whose supervisor has chosen already: there it says what.
     Raises: CheckpointError: `auto` found nothing for an evaluation.
     """
     if config.resume is None:
         return FRESH
     if config.resume.path != AUTO:
         return Choice((config.resume.path,))
-    if VARIABLE in env:
+    if env is not None and VARIABLE in env:
         return Choice(tuple(json.loads(env[VARIABLE])))
     found = find(run_folders(config), training=verb == "fit")
     where = Path(config.run.dir) / (config.run.name or "run")
@@ -76,6 +76,14 @@ def _is_over(run_dir: Path) -> bool:
     except OSError:
         return False  # it lives, or is being made, or another user's, or nobody can tell
     return True
+
+
+def tidy_up(config: Config) -> None:
+    """Removes what killed runs of this name have left beside their checkpoints; runs that live are left alone."""
+    for run_dir in run_folders(config):
+        with contextlib.suppress(OSError):  # such as a folder that is read-only
+            if (run_dir / FOLDER).is_dir() and _is_over(run_dir):
+                tidy(run_dir / FOLDER)
 
 
 class Resume(Callback):
@@ -110,13 +118,10 @@ class Resume(Callback):
         if not trainer.is_global_zero:
             return
         resumed = getattr(trainer.strategy, "resumed_from", None)
-        if resumed is not None:
+        if str(resumed) in self.paths:  # and not what a tuner has put back
             progress = trainer.fit_loop.epoch_loop.batch_progress
             batches = 0 if progress.is_last_batch else progress.current.processed
             text = f"Resumed from {resumed}: step {trainer.global_step}, epoch {trainer.current_epoch}, "
             console = Console(highlight=False, soft_wrap=True)
             console.print(f"{text}{batches} batches into it.", markup=False)
-        for run_dir in run_folders(self.config):
-            with contextlib.suppress(OSError):  # such as a folder that is read-only
-                if (run_dir / FOLDER).is_dir() and _is_over(run_dir):
-                    tidy(run_dir / FOLDER)
+        tidy_up(self.config)

@@ -1,10 +1,16 @@
 """`resume: auto`: the newest complete checkpoint of all runs of a name, past those that are not; what is left is tidied."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from harness import RanksFailedError, run_ranks
+from shardlight.framework.resume import VARIABLE, Choice, Resume, choose, hold, tidy_up
 from shardlight.strategies.checkpoint.candidates import find, tidy
 from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from shardlight.strategies.errors import CheckpointError
+from test_conformance_lifecycle import Net, data
+from test_lightning_fit import make_trainer
 
 
 def put(path: Path, step: int | None = None) -> Path:
@@ -124,3 +130,46 @@ def test_what_has_other_names_is_left_alone(tmp_path):
     tidy(tmp_path / "nowhere")
     assert {p.name for p in home.iterdir()} == {".cache", ".notes.writing", "notes.txt", "step-4"}
     assert len(find([tmp_path / "000"]).paths) == 1
+
+
+def config(folder: Path | str, resume: str | None = "auto", init_from=None) -> SimpleNamespace:
+    """What of a config is looked at."""
+    resume = None if resume is None else SimpleNamespace(path=resume, skip=())
+    return SimpleNamespace(run=SimpleNamespace(dir=str(folder), name="a"), resume=resume, init_from=init_from)
+
+
+def test_what_a_run_that_lives_is_writing_is_left_alone(tmp_path):
+    for number in ("000", "001"):
+        put(tmp_path / f"a/{number}/checkpoints/step-4")
+        (tmp_path / f"a/{number}/checkpoints/.step-8.writing").mkdir()
+        (tmp_path / f"a/{number}/config.yaml").touch()
+    (tmp_path / "a/002/checkpoints/.step-2.writing").mkdir(parents=True)  # its config is still to be written
+    with hold(tmp_path / "a/001"):
+        tidy_up(config(tmp_path))
+        left = sorted(str(p.relative_to(tmp_path / "a")) for p in (tmp_path / "a").rglob(".*.writing"))
+        assert left == ["001/checkpoints/.step-8.writing", "002/checkpoints/.step-2.writing"]
+    tidy_up(config(tmp_path))
+    assert [p.parent.parent.name for p in (tmp_path / "a").rglob(".*.writing")] == ["002"]
+    tidy_up(config(tmp_path / "nowhere"))
+
+
+def test_what_is_chosen_for_which_command(tmp_path):
+    assert choose(config(tmp_path, None), "fit") == Choice() and choose(config(tmp_path, "x"), "test") == Choice(("x",))
+    fresh = choose(config(tmp_path), "fit")
+    assert fresh.paths == () and fresh.notes[-1].endswith("a: a fresh start.")
+    assert choose(config(tmp_path, init_from="weights"), "test").paths == ()
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
+        choose(config(tmp_path), "test")
+    path = put(tmp_path / "a/000/checkpoints/step-4")
+    assert choose(config(tmp_path), "test").paths == (str(path),)
+    assert choose(config(tmp_path), "fit", {VARIABLE: '["told"]'}).paths == ("told",)
+
+
+def other_disks(rank, world_size, folder):
+    trainer = make_trainer("zero1", world_size, folder, callbacks=[Resume(config(folder), ("x",) * rank)])
+    trainer.fit(Net(), data(rank), data(rank, 1))
+
+
+def test_ranks_that_do_not_see_the_same_disk_are_told(tmp_path):
+    with pytest.raises(RanksFailedError, match=r"(?s)rank 1 finds x and rank 0 none: run.dir \(.*\) must be on a disk"):
+        run_ranks(other_disks, 2, init=False, folder=str(tmp_path))

@@ -26,8 +26,9 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
     Args:
         paths: of rank 0, which all ranks take. One alone has to be whole.
         fitting: training goes on from it, so that it has to hold more than weights.
-    Returns: None: none of several is whole.
-    Raises: CheckpointError: on every rank: the only one is not whole, or cannot be read by some rank.
+    Returns: None: none of several is whole, and training can start afresh.
+    Raises: CheckpointError: on every rank: the only one is not whole, or cannot be read by some rank; or, evaluating,
+        none is.
     """
     if engine is not None:
         paths = engine.collectives.gather_objects([str(p) for p in paths], "load_checkpoint")[0]
@@ -38,6 +39,8 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
             if len(paths) == 1:
                 raise
             rank_zero_warn(f"{path} is skipped: {str(error).removeprefix(f'{path} ').removeprefix(f'{path}/')}")
+    if not fitting:
+        raise CheckpointError(f"none of these is whole: {', '.join(map(str, paths))}.")
     return None
 
 
