@@ -10,7 +10,7 @@ PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "s
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen", "torch.hub.load"}
 UNSAFE = {"UnsafeLoader", "FullLoader", "add_safe_globals", "safe_globals", "pickle_module", "find_class"}
-IMPORTS = {"framework/classes.py", "framework/bench/worker.py"}
+IMPORTS = {"framework/classes.py", "framework/described.py", "framework/bench/worker.py"}
 IMPORTS |= {"strategies/lazy_names.py", "strategies/registration.py"}
 """Files that import by name: what the user trusts in a config, and names of our own."""
 FILES = SOURCES + sorted((ROOT / "examples").rglob("*.py"))
