@@ -7,6 +7,7 @@ One rule for a file, the command line and Python: a float field takes 1e-5 and "
 import dataclasses
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +55,10 @@ class Checker:
         if node is None or node.value is None:
             node = Node({}, DEFAULT if node is None else node.origin)
         if not isinstance(node.value, dict):
-            return self.fault(node, f"{path} must be a mapping of keys, got {show(node)}.")
+            mend = " Remove the dashes." if isinstance(node.value, list) else ""
+            if isinstance(node.value, str) and "name" in {field.name for field in dataclasses.fields(cls)}:
+                mend = f" Write {{name: {node.value}, ...}}."
+            return self.fault(node, f"{path} must be a mapping of keys, got {show(node)}.{mend}")
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         hints = typing.get_type_hints(cls)
         before = len(self.faults)
@@ -157,12 +161,16 @@ class Checker:
         return self.fault(node, f"{path} must be one of {listed}; got {show(node)}.{near}")
 
     def _items(self, node: Node, container: Any, arguments: tuple[Any, ...], path: str) -> Any:
-        if not isinstance(node.value, list):
-            mend = f" Write [{node.value}]." if isinstance(node.value, str | int | float) else ""
-            return self.fault(node, f"{path} must be a list, got {show(node)}.{mend}")
         fixed = container is tuple and arguments and arguments[-1] is not Ellipsis
-        if fixed and len(arguments) != len(node.value):
-            return self.fault(node, f"{path} must be a list of {len(arguments)}, got {len(node.value)}.")
+        many = len(arguments) if fixed else 0
+        if not isinstance(node.value, list):
+            mend = ""
+            if isinstance(node.value, str | int | float):
+                rest = ", ..." if many > 1 and "," not in str(node.value) else ""
+                mend = f" Write [{node.value}{rest}]."
+            return self.fault(node, f"{path} must be a list{f' of {many}' if many else ''}, got {show(node)}.{mend}")
+        if many and many != len(node.value):
+            return self.fault(node, f"{path} must be a list of {many}, got {len(node.value)}.")
         wanted = list(arguments) if fixed else [arguments[0] if arguments else Any] * len(node.value)
         values = [
             self.convert(item, kind, f"{path}[{index}]")
@@ -196,6 +204,8 @@ def _mend(node: Node, wanted: type) -> str:
     value = node.value
     if wanted is bool and isinstance(value, str) and value.lower() in _SWITCHES:
         return f" Write {_SWITCHES[value.lower()]}."
+    if wanted in (int, float) and isinstance(value, str) and re.fullmatch(r"[0-9]{1,3}(_[0-9]{3})+", value):
+        return f" Write {value.replace('_', '')}."
     if wanted is str and isinstance(value, bool | int | float):
         text = str(value).lower() if isinstance(value, bool) else value
         return f" Write '{text}' in quotes."

@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -135,11 +137,18 @@ class Classes:
     def _named(self, node: Node, base: str, path: str) -> Node | None:
         named = node.value.get("class")
         if named is None:
-            return self._fault(node, f"{path}.class is missing: the import path of a {_leaf(base)}.")
+            other = next(
+                (key for key in ("_target_", "class_path", "target", "type", "name") if key in node.value), None
+            )
+            mend = f" Write class instead of {other}." if other else ""
+            mend += " The arguments stand beside it, without init_args." if "init_args" in node.value else ""
+            return self._fault(node, f"{path}.class is missing: the import path of a {_leaf(base)}.{mend}")
         if named.value is BROKEN:
             return None
         if not isinstance(named.value, str) or "." not in named.value:
-            return self._fault(named, f"{path}.class must be an import path such as pkg.NAME, got {show(named)}.")
+            mend = f" Write {named.value.replace(':', '.')}." if ":" in str(named.value) else ""
+            text = f"{path}.class must be an import path such as pkg.NAME, got {show(named)}.{mend}"
+            return self._fault(named, text)
         return named
 
     def _fault(self, node: Node, text: str) -> None:
@@ -149,6 +158,9 @@ class Classes:
         module_path, _, name = node.value.rpartition(".")
         top = module_path.partition(".")[0]
         if not self._allowed(top):
+            if top not in sys.modules and _spec(top) is None:
+                near = {info.name for info in pkgutil.iter_modules([str(self.root)])}
+                return self._fault(node, f"{path}: there is no module {top}.{suggest(top, near, many=0)}")
             return self._fault(node, f"{path}: {node.value} is outside the project {self.root}. {self._mend(top)}")
         try:
             target = reader.describe(module_path, name)
@@ -182,10 +194,7 @@ class Classes:
         if (self.root / f"{top}.py").is_file() or (self.root / top).is_dir():
             loaded = sys.modules.get(top)
             return loaded is None or self._inside(_files(loaded))
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            return False
+        spec = _spec(top)
         return spec is not None and self._inside([spec.origin, *(spec.submodule_search_locations or [])])
 
     def _inside(self, files: Iterable[str | None]) -> bool:
@@ -216,6 +225,13 @@ class Classes:
         if len(self.checker.faults) > before or any(value is BAD for value in values.values()):
             return None
         return ClassConfig(class_path=class_path, described=target, arguments=MappingProxyType(values))
+
+
+def _spec(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
 
 
 def _readable(value: Any) -> Any:

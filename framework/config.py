@@ -1,6 +1,7 @@
 """A whole config checked before any process starts: all faults at once, each with its place and a mend."""
 
 import dataclasses
+import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,18 @@ from typing import Any
 from shardlight.framework.check import BAD, Checker, show
 from shardlight.framework.class_source import FromSource
 from shardlight.framework.classes import ClassConfig, Classes, project_root
-from shardlight.framework.described import CALLBACK, DATA_MODULE, MODULE, TRAINING_MODULE, Described, FromImport, Reader
-from shardlight.framework.faults import DEFAULT, ConfigError, Fault, suggest
+from shardlight.framework.described import (
+    CALLBACK,
+    DATA_MODULE,
+    MODULE,
+    TRAINING_MODULE,
+    Described,
+    FromImport,
+    Reader,
+    UnclearError,
+)
+from shardlight.framework.faults import DEFAULT, ConfigError, Fault, nearest, suggest
+from shardlight.framework.misplaced import STRATEGY_SYNONYMS, misplaced
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
 from shardlight.framework.schema import (
     AUTO,
@@ -24,21 +35,12 @@ from shardlight.framework.schema import (
     TrainerConfig,
 )
 from shardlight.framework.source import BROKEN, Node, from_python
+from shardlight.framework.unit_names import class_names
 from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.options import OPTIONS, make_options, without_effect
 
-SYNONYMS = {
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
-    "accumulation_steps": "trainer.accumulate_grad_batches",
-    "accumulate": "trainer.accumulate_grad_batches",
-    "train_batch_size": "trainer.global_batch_size",
-    "gradient_clipping": "trainer.gradient_clip_val",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "learning_rate": "optimizer.lr",
-    "num_epochs": "trainer.max_epochs",
-    "epochs": "trainer.max_epochs",
-}
-"""What other tools call our keys."""
+USUAL_BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
+"""Backends of torch.compile that every version has; of others torch is asked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,14 @@ def _check(
     root = project_root(folder)
     imported = FromImport(root)
     loaded = _Building(tree, faults, folder, verb, trust, (FromSource(root), imported)).build()
-    return _Building(tree, [], folder, verb, trust, (imported,)).build() if imports else loaded
+    if imports or needs_torch(loaded.config.strategy):
+        return _Building(tree, [], folder, verb, trust, (imported,)).build()
+    return loaded
+
+
+def needs_torch(config: StrategyConfig) -> bool:
+    """Whether only torch knows if the backend of torch.compile is there."""
+    return config.options.compile != "no" and config.options.compile_backend not in USUAL_BACKENDS
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -177,10 +186,8 @@ class _Building:
         self.derived: dict[str, str] = {}
 
     def build(self) -> Loaded:
+        self._top_level()
         values = self.tree.value
-        for key, node in values.items():
-            if key not in _fields(Config):
-                self.checker.unknown("", key, node, _fields(Config), "a key of the config")
         parts: dict[str, Any] = {}
         root = project_root(self.folder)
         # A first look without faults, so that a key of the data class is known as such wherever else it stands.
@@ -207,6 +214,9 @@ class _Building:
         if self.verb == "fit":
             self._training(trainer, parts)
         parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
+        if isinstance(parts["strategy"], StrategyConfig):
+            self._units(parts["strategy"])
+            self._backend(parts["strategy"])
         self._starts(parts["resume"], parts["init_from"])
         if self.faults:
             raise ConfigError(self.faults)
@@ -214,6 +224,19 @@ class _Building:
             self.derived["run.name"] = "the config's folder"
             parts["run"] = dataclasses.replace(parts["run"], name=self.folder.name or "run")
         return Loaded(Config(**parts), self.tree, MappingProxyType(self.derived))
+
+    def _elsewhere(self, section: str, key: str, node: Node) -> str | None:
+        return misplaced(section, key, node, self.tree, self.targets)
+
+    def _top_level(self) -> None:
+        """Unknown sections; what was meant is checked as such: all faults come at once, and none for its absence."""
+        values, known = self.tree.value, _fields(Config)
+        for key, node in values.items():
+            if key not in known:
+                self.checker.unknown("", key, node, known, "a key of the config")
+                meant = {"model": "module", "datamodule": "data"}.get(key) or nearest(key, known)
+                if meant and meant not in values:
+                    self.tree = Node({**self.tree.value, meant: node}, self.tree.origin)
 
     def _section(self, name: str) -> Any:
         node = self.tree.value.get(name)
@@ -287,6 +310,32 @@ class _Building:
             self.checker.fault(node if at is None else at, f"strategy{': ' if at is None else '.'}{error}")
         return config
 
+    def _units(self, config: StrategyConfig) -> None:
+        """Classes that the project does not have, where all that its model can be made of are known."""
+        module, reader = self.classes.get("module"), self.readers[0]
+        if not config.options.units or module is None or not isinstance(reader, FromSource):
+            return
+        try:
+            known = class_names(reader.sources, module.described.name.rpartition(".")[0])
+        except UnclearError:
+            return
+        for index, name in enumerate(config.options.units if known is not None else ()):
+            if name not in known:
+                text = f"strategy.units[{index}]: {module.class_path} has no module class {name}."
+                self.checker.fault(self.tree.value["strategy"].value["units"], text + suggest(name, known, many=0))
+
+    def _backend(self, config: StrategyConfig) -> None:
+        """Asks torch, and the project's modules that register backends of their own, where a name is no usual one."""
+        name = config.options.compile_backend
+        if not needs_torch(config) or any(isinstance(reader, FromSource) for reader in self.readers):
+            return
+        compiler = importlib.import_module("torch.compiler")
+        every = compiler.list_backends(exclude_tags=())
+        if name not in every:
+            mend = suggest(name, every, many=0) or suggest(name, compiler.list_backends())
+            text = f"strategy.compile_backend: torch.compile has no backend {name}.{mend}"
+            self.checker.fault(self.tree.value["strategy"].value["compile_backend"], text)
+
     def _strategy_name(self, node: Node) -> str | None:
         if node.value is BROKEN:
             return None
@@ -297,13 +346,18 @@ class _Building:
         if named is None:
             self.checker.fault(node, f"strategy.name is missing: one of {', '.join(OPTIONS)}.")
         elif named.value is not BROKEN and named.value not in list(OPTIONS):
-            mend = suggest(str(named.value), OPTIONS)
+            synonym = STRATEGY_SYNONYMS.get(str(named.value).lower())
+            mend = f" It is called {synonym} here." if synonym else suggest(str(named.value).lower(), OPTIONS)
             self.checker.fault(named, f"strategy.name must be a strategy, got {show(named)}.{mend}")
         return named.value if named is not None and named.value in list(OPTIONS) else None
 
     def _batches(self, trainer: TrainerConfig) -> TrainerConfig:
         """Global batch = batch per rank x accumulation x ranks: checks it, or derives the accumulation."""
         data, whole, accumulate = self.classes.get("data"), trainer.global_batch_size, trainer.accumulate_grad_batches
+        given = None if data is None else data.argument("batch_size")
+        if whole is None and isinstance(given, int) and given < 1:
+            home = self.tree.find("data.batch_size") or self.tree
+            self.checker.fault(home, f"data.batch_size is {given}; it must be at least 1.")
         if whole is None:
             return dataclasses.replace(trainer, accumulate_grad_batches=accumulate or 1)
         home = self.tree.find("trainer.global_batch_size") or self.tree
@@ -369,53 +423,3 @@ class _Building:
         if isinstance(init_from, InitFromConfig) and not os.path.exists(init_from.path):
             home = self.tree.find("init_from.path") or self.tree
             self.checker.fault(home, f"init_from: there is no file or folder {init_from.path}.")
-
-    def _homes(self, key: str) -> list[tuple[str, str]]:
-        """(section, "a key of trainer") of every section that knows the key."""
-        named = self.tree.find("strategy.name")
-        chosen = str(named.value) if named is not None else ""
-        homes = [(name, f"a key of {name}") for name in SECTIONS if key in _fields(SECTIONS[name])]
-        for name in sorted(OPTIONS, key=lambda name: name != chosen):
-            if key in _fields(OPTIONS[name]):
-                homes.append(("strategy", f"an option of strategy {name}"))
-                break
-        for name, target in self.targets.items():
-            if key in target.parameters:
-                homes.append((name, f"a parameter of {name}"))
-        if key in _fields(Config):
-            homes.append(("", "a key of the top level"))
-        order = [
-            "trainer",
-            "optimizer",
-            "schedule",
-            "strategy",
-            "checkpoint",
-            "run",
-            "data",
-            "module",
-            "init_from",
-            "resume",
-            "",
-        ]
-        return sorted(homes, key=lambda home: order.index(home[0]))
-
-    def _elsewhere(self, section: str, key: str, node: Node) -> str | None:
-        here = f"{section}.{key}" if section else key
-        if "." in key and (key.split(".", maxsplit=1)[0] in _fields(Config)):
-            return f"{key} is not a key: nest it, '{key.split('.', maxsplit=1)[0]}: {{{key.partition('.')[2]}: ...}}'."
-        if key in SYNONYMS:
-            homes = [(SYNONYMS[key].split(".")[0], f"called {SYNONYMS[key]} here")]
-            there = SYNONYMS[key]
-        else:
-            # A name is a key of several sections: it says nothing about where it should stand.
-            homes = [home for home in self._homes(key) if home[0] != section and key != "name"]
-            if not homes:
-                return None
-            there = f"{homes[0][0]}.{key}" if homes[0][0] else key
-        kind = homes[0][1]
-        wrong = f", not of {section or 'the top level'}" if key not in SYNONYMS else ""
-        other = self.tree.find(there)
-        if other is not None and other.plain() != node.plain():
-            both = f"{here} = {node.plain()} contradicts {there} = {other.plain()} ({other.origin})"
-            return f"{both}. It is {kind}{wrong}: remove {here}."
-        return f"{here} is {kind}{wrong}: {'remove it' if other is not None else f'move it to {there}'}."

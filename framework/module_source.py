@@ -34,6 +34,9 @@ class Module:
     """Whether it may have other names too."""
     opaque: bool = False
     """Whether it is one of OPAQUE."""
+    tree: ast.Module | None = None
+    path: Path | None = None
+    """Of its file, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Sources:
                 return self._parse(name, folder.with_name(f"{leaf}.py"))
         spaces = [str(folder) for folder in folders if folder.is_dir()]
         if not parent:
-            spec = _spec(leaf)
+            spec = find_spec(leaf)
             if spec is not None and spec.origin and spec.origin.endswith(".py"):
                 return self._parse(name, Path(spec.origin), tuple(spec.submodule_search_locations or ()))
             if spec is not None and spec.origin:
@@ -104,7 +107,7 @@ class Sources:
             raise BrokenModuleError(f"SyntaxError: {error.msg} ({place}).") from None
         except (ValueError, OSError):
             raise UnclearError from None
-        module = Module(name, places, name if places else name.rpartition(".")[0])
+        module = Module(name, places, name if places else name.rpartition(".")[0], tree=tree, path=path)
         for statement in top_level(tree.body):
             for bound in _names(statement):
                 module.bound.setdefault(bound, []).append(statement)
@@ -115,11 +118,19 @@ class Sources:
         module.dynamic |= not _DYNAMIC.isdisjoint(module.bound)
         return module
 
+    def in_project(self, name: str) -> bool:
+        """Whether there is a module of this name in the project's folder."""
+        try:
+            path = self.module(name).path
+        except (NoModuleError, UnclearError, BrokenModuleError):
+            return False
+        return path is not None and path.resolve().is_relative_to(self.root)
+
     def is_there(self, top: str) -> bool:
         """Whether a module of this name can be imported, as far as its place tells."""
         if (self.root / f"{top}.py").is_file() or (self.root / top).is_dir():
             return True
-        return _spec(top) is not None
+        return find_spec(top) is not None
 
     # --- names
 
@@ -156,7 +167,7 @@ class Sources:
             return Found(self._known(alias.name if alias.asname else alias.name.partition(".")[0]))
         if isinstance(statement, ast.ImportFrom):
             real = next(item.name for item in statement.names if name == (item.asname or item.name))
-            home = self._absolute(module, statement)
+            home = self.absolute(module, statement)
             if f"{home}.{real}" in self.ends:
                 return Found(Module(home), real, ast.Pass())
             found = self.resolve(self._imported(module, statement), real, seen)
@@ -169,7 +180,7 @@ class Sources:
         return Found(module, name, statement)
 
     def _imported(self, module: Module, statement: ast.ImportFrom) -> Module:
-        return self._known(self._absolute(module, statement))
+        return self._known(self.absolute(module, statement))
 
     def _known(self, name: str) -> Module:
         try:
@@ -177,7 +188,8 @@ class Sources:
         except NoModuleError:
             raise UnclearError from None
 
-    def _absolute(self, module: Module, statement: ast.ImportFrom) -> str:
+    def absolute(self, module: Module, statement: ast.ImportFrom) -> str:
+        """The module that an import is from, with its dots resolved."""
         if not statement.level:
             return str(statement.module)
         parts = module.package.split(".")
@@ -204,7 +216,8 @@ class Sources:
         return inner
 
 
-def _spec(top: str) -> importlib.machinery.ModuleSpec | None:
+def find_spec(top: str) -> importlib.machinery.ModuleSpec | None:
+    """Where a top package lies; it is not imported."""
     try:
         return importlib.util.find_spec(top)
     except (ImportError, ValueError):

@@ -95,6 +95,7 @@ class TrainerConfig:
         least |= {"check_val_every_n_epoch": 1, "gradient_clip_val": 0}
         faults = [
             f"{name} is {getattr(self, name)}; it must be at least {bound}"
+            + (" (or left out, for no limit)" if name in ("max_steps", "max_epochs") else "")
             for name, bound in least.items()
             if getattr(self, name) is not None and not getattr(self, name) >= bound
         ]
@@ -147,6 +148,8 @@ class CheckpointConfig:
             faults.append(f"save_top_k is {self.save_top_k}; it must be at least -1")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             faults.append(f"save_top_k is {self.save_top_k}; without monitor it must be -1, 0 or 1")
+        if self.monitor is None and self.mode != "min":
+            faults.append(f"mode is {self.mode}; it is for monitor, which is not set")
         if faults:
             raise ValueError("checkpoint: " + "; ".join(faults))
 

@@ -131,7 +131,7 @@ class _Reading:
             root = loader.get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            self.fault(mark.line if mark else 0, f"not valid YAML: {error.problem or error.context}.")
+            self.fault(mark.line if mark else 0, f"not valid YAML: {error.problem or error.context}.{_mend(error)}")
             return Node(BROKEN, self.origin(0))
         except ReaderError as error:
             self.fault(0, f"not valid YAML: character #x{error.character:04x} is not allowed.")
@@ -184,6 +184,18 @@ class _Reading:
         except ValueError as error:
             self.fault(node.start_mark.line, f"{path}: {error}" if path else str(error))
             return BROKEN
+
+
+def _mend(error: yaml.MarkedYAMLError) -> str:
+    problem = str(error.problem)
+    if "'\\t'" in problem:
+        return " Indent with spaces."
+    if problem.startswith("mapping values are not allowed"):
+        return " Is there a space behind the ':' of the line before, and is this one indented as its neighbours are?"
+    opened, found = error.context_mark, error.problem_mark
+    if problem.startswith("expected ',' or") and opened and found and opened.line < found.line:
+        return f" Is what line {opened.line + 1} opens closed?"
+    return ""
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Node, list[Fault]]:

@@ -1,11 +1,17 @@
 """`shardlight check`: what can be known before a run, without importing torch."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from shardlight import cli
+from shardlight.framework.config import load
+from shardlight.framework.faults import ConfigError, nearest
+from shardlight.framework.module_source import Sources
+from shardlight.framework.unit_names import class_names
 from typer.testing import CliRunner
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model" / "config.yaml"
@@ -51,3 +57,98 @@ def test_faults_are_shown_without_importing_torch(tmp_path, verb):
 )  # fmt: skip
 def test_a_config_without_faults_is_told_in_one_line(overrides, outline):
     assert here("check", str(EXAMPLE), *overrides) == (0, f"{EXAMPLE}: {outline}. No faults.\n", "")
+
+
+BAD = sorted((Path(__file__).parent / "bad_configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def bad_configs(tmp_path_factory):
+    """The folder of bad configs as a project of its own."""
+    folder = tmp_path_factory.mktemp("bad_configs")
+    shutil.copytree(BAD[0].parent, folder, dirs_exist_ok=True)
+    (folder / "pyproject.toml").touch()
+    (folder / "broken.py").write_text("class Model(\n")
+    return folder
+
+
+@pytest.mark.case("C017")
+@pytest.mark.case("C023")
+@pytest.mark.parametrize("name", [path.stem for path in BAD])
+def test_a_bad_config_gets_all_that_is_said_of_it_at_once(bad_configs, monkeypatch, name):
+    """`# expect: :LINE: REGEX` at its head, one for each fault; nothing of the project is imported for it."""
+    monkeypatch.chdir(bad_configs)
+    monkeypatch.setattr("importlib.import_module", lambda module: pytest.fail(f"{module} is imported"))
+    expected = re.findall(r"^# expect: (.*)", Path(f"{name}.yaml").read_text(), re.MULTILINE)
+    with pytest.raises(ConfigError) as caught:
+        load(f"{name}.yaml", imports=False)
+    said = [line.replace(str(bad_configs), "FOLDER") for line in str(caught.value).splitlines()]
+    assert expected and len(said) == len(expected), said
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.fullmatch(re.escape(f"{name}.yaml") + pattern, line), line
+
+
+def test_there_are_enough_bad_configs_and_each_is_bad_for_its_own_reason():
+    assert len(BAD) >= 60
+    heads = ["".join(re.findall(r"^# expect: :\d+:(.*\n)", path.read_text(), re.MULTILINE)) for path in BAD]
+    assert len(set(heads)) >= len(BAD) - 1
+
+
+MODULE = """
+from lightning.pytorch import LightningModule
+from shardlight_test_parts.blocks import Block
+class Model(LightningModule):
+    def configure_optimizers(self): return None
+"""
+
+
+def test_units_are_known_where_all_parts_of_a_model_are(tmp_path, monkeypatch):
+    package = tmp_path / "shardlight_test_parts"
+    package.mkdir()
+    (package / "model.py").write_text(MODULE)
+    (package / "blocks.py").write_text("from .deep import Deeper\nfrom torch import nn\nclass Block(nn.Module): pass\n")
+    (package / "deep.py").write_text("class Deeper: pass\n")
+    known = class_names(Sources(tmp_path), "shardlight_test_parts.model")
+    assert {"Block", "Deeper", "Model", "TransformerEncoderLayer", "Linear"} <= known and "Blok" not in known
+    for text in (
+        "import yaml\n",
+        "def f():\n    from yaml import x\n",
+        "A = type('B', (), {})\n",
+        "import importlib\n",
+        "globals()['X'] = 1\n",
+    ):
+        (package / "deep.py").write_text(text)
+        assert class_names(Sources(tmp_path), "shardlight_test_parts.model") is None, text
+
+
+def test_a_backend_of_torch_compile_that_is_not_there_is_found_before_launch(bad_configs, monkeypatch):
+    monkeypatch.chdir(bad_configs)
+    monkeypatch.syspath_prepend(bad_configs)
+    path = "sum_backend_without_compile.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["strategy.compile=blocks", "strategy.compile_backend=aot_egaer"], imports=False)
+    assert (
+        str(caught.value)
+        == "command line: strategy.compile_backend: torch.compile has no backend aot_egaer. Did you mean 'aot_eager'?"
+    )
+    for name in ("aot_eager", "eager_noexcept"):
+        assert load(path, ["strategy.compile=blocks", f"strategy.compile_backend={name}"], imports=False)
+    sys.modules.pop("project")
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("adamm", ["adam", "adamw", "sgd"], "adamw"),
+        ("adma", ["adam", "adamw"], "adam"),
+        ("AdamW", ["adam", "adamw"], "adamw"),
+        ("bf16", ["32-true", "bf16-mixed", "bf16-true"], "bf16-true"),
+        ("16", ["32-true", "16-mixed"], "16-mixed"),
+        ("cosine_with_warmup", ["constant", "cosine"], "cosine"),
+        ("weigth_decay", ["weight_decay", "lr_decay"], "weight_decay"),
+        ("x", ["adam", "xyz"], None),
+        ("", ["adam"], None),
+    ],
+)
+def test_the_word_that_was_meant(word, known, meant):
+    assert nearest(word, known) == meant

@@ -102,7 +102,7 @@ def test_every_value_has_its_origin(project):
 
 def test_what_is_saved_loads_to_the_same_config(project):
     config = load_config(
-        project(), ["strategy=ddp", "strategy.units=[A]", "vars.x=1e-5", "optimizer.lr=1e-5", "run.name='on'"]
+        project(), ["strategy=ddp", "strategy.units=[Linear]", "vars.x=1e-5", "optimizer.lr=1e-5", "run.name='on'"]
     )
     Path("saved.yaml").write_text(dump(to_dict(config)))
     assert load_config("saved.yaml") == config
@@ -228,7 +228,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("trainer.precision=fp16-mixed", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 'fp16-mixed' (text). Did you mean 'bf16-mixed'?"),
         ("strategy={name: zero2, loss_scale: 8.0}", "strategy.loss_scale is for trainer.precision 16-mixed, which is 32-true here. Leave it out, or change the precision."),
         ("strategy={name: zero2, compile_backend: eager}", "strategy.compile_backend is for compile: blocks. Leave it out, or set compile."),
-        ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number)."),
+        ("trainer.precision=32", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 32 (number). Did you mean '32-true'?"),
         ("optimizer.lr=-1", "optimizer.lr is -1.0; it must be at least 0, and finite."),
         ("optimizer.weight_decay=1e999", "optimizer.weight_decay is inf; it must be at least 0 and finite, or null for the default."),
         ("optimizer.betas=[0.9, 0.9]", "optimizer.betas is for adamw, adam, lamb, lion, muon, and sgd has weight_decay, momentum, nesterov."),

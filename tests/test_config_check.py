@@ -76,7 +76,7 @@ BAD_VALUES = [
     ("zero", int | float, "x must be a whole number or a number, got 'zero' (text)."),
     (1.5, int | None, "x must be a whole number, got 1.5 (number)."),
     ("adan", Literal["adam", "sgd"], "x must be one of adam, sgd; got 'adan' (text). Did you mean 'adam'?"),
-    (32, Literal["32-true"], "x must be one of 32-true; got 32 (number)."),
+    (32, Literal["32-true"], "x must be one of 32-true; got 32 (number). Did you mean '32-true'?"),
     (True, Literal[1], "x must be one of 1; got true (true or false)."),
     ("A", tuple[str, ...], "x must be a list, got 'A' (text). Write [A]."),
     ({}, list[int], "x must be a list, got a mapping."),
@@ -170,7 +170,7 @@ def test_the_owner_of_a_dataclass_checks_its_values():
 def test_an_empty_section_has_its_defaults():
     assert section(None, RunConfig) == (RunConfig(), [])
     assert Checker([]).section(None, RunConfig, "run") == RunConfig()
-    assert section([1], RunConfig) == (BAD, ["s must be a mapping of keys, got a list."])
+    assert section([1], RunConfig) == (BAD, ["s must be a mapping of keys, got a list. Remove the dashes."])
 
 
 def test_a_key_known_elsewhere_is_told_by_the_hook():
@@ -199,7 +199,7 @@ def test_trainer_values_are_checked_by_their_owner():
     assert section(values, TrainerConfig, "trainer") == (
         BAD,
         [
-            "trainer.max_steps is 0; it must be at least 1.",
+            "trainer.max_steps is 0; it must be at least 1 (or left out, for no limit).",
             "trainer.gradient_clip_val is -1.0; it must be at least 0.",
             "trainer.val_check_interval is -1; it must be at least 0.",
             "trainer.limit_val_batches is 1.5; a fraction is at most 1.0, so write 1 for batches.",

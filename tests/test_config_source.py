@@ -98,7 +98,10 @@ def test_a_list_as_key_is_a_fault(write):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("a: [1\nb: 2\n", "config.yaml:2: not valid YAML: expected ',' or ']', but got ':'."),
+        (
+            "a: [1\nb: 2\n",
+            "config.yaml:2: not valid YAML: expected ',' or ']', but got ':'. Is what line 1 opens closed?",
+        ),
         ("a: 1\n---\nb: 2\n", "config.yaml:2: not valid YAML: but found another document."),
         ("a: *x\n", "config.yaml:1: not valid YAML: found undefined alias 'x'."),
         ("- 1\n", "config.yaml:1: the top level must be a mapping of keys, such as 'trainer: {...}'."),
