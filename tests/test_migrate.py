@@ -29,6 +29,8 @@ from shardlight.framework import TrainingModule
 class Model(TrainingModule):
     def configure_optimizers(self):
         return None
+class LlamaDecoderLayer(torch.nn.Module): pass
+class MistralDecoderLayer(torch.nn.Module): pass
 class Plain(TrainingModule):
     pass
 class Data(LightningDataModule):
