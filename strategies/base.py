@@ -459,7 +459,9 @@ class ShardedStrategy(Saving):
     def teardown(self) -> None:
         """Ends an entry point. Shards, optimizer state and the process group stay, for what is called after it."""
         assert self.accelerator is not None and self.cluster_environment is not None
-        self._randomness.go_on()
+        self._randomness.set_now()
+        if self._position is not None:
+            self._position.loops.undo()
         if self._stopping is not None:
             self._stopping.undo()
             self._stopping = None

@@ -6,8 +6,7 @@ batches that is where a run with these ranks would be, but for what does not div
 where an accumulation window begins, and the epoch is that much shorter by Lightning's count until it ends.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.read_log import ReadLog
+from shardlight.strategies.resumed_loops import ResumedLoops
 
 
 class DataPosition:
@@ -29,6 +29,7 @@ class DataPosition:
 
     def __init__(self, trainer: pl.Trainer, randomness: EpochRandomness, ranks: int, rank: int) -> None:
         self.randomness, self.ranks, self.rank = randomness, ranks, rank
+        self.loops = ResumedLoops(trainer, randomness)
         self._fit = trainer.fit_loop
         self._trainer = trainer
         self._reads_ahead = False
@@ -62,13 +63,17 @@ class DataPosition:
         """Micro-batches of the accumulation window that is open."""
         return int(self._fit.epoch_loop.batch_progress.current.processed) % self._trainer.accumulate_grad_batches
 
-    def held(self, ended: bool) -> int:
-        """Returns how many of the batches that a loader gave last training has not had; `ended`: it gave its last."""
+    @property
+    def reads_ahead(self) -> bool:
+        """Without a length Lightning reads one batch ahead, to know which is the last."""
         fetcher = self._fit._data_fetcher
         if fetcher is not None:
-            # Without a length Lightning reads one batch ahead, to know which is the last.
             self._reads_ahead = isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
-        return int(self._reads_ahead and not ended) + self._in_training
+        return self._reads_ahead
+
+    def held(self, ended: bool) -> int:
+        """Returns how many of the batches that a loader gave last training has not had; `ended`: it gave its last."""
+        return int(self.reads_ahead and not ended) + self._in_training
 
     def log(self, loader: Any) -> ReadLog:
         """Returns the log of a loader; after `reload_dataloaders_every_n_epochs` the one of the loader before it."""
@@ -115,20 +120,12 @@ class DataPosition:
     def go_on(self) -> None:
         """Called when a checkpoint's loop counters are there: has the fit loop go on where they stand.
 
-        Lightning counts an epoch as done in whose middle training was stopped (`max_steps`, `max_time`, SIGTERM): the
-        rest of its data would be lost, and its order taken for the next epoch's. It also forgets the position of
-        loaders that were made before, as `trainer.estimated_stepping_batches` in configure_optimizers makes them.
+        Lightning forgets the position of loaders that were made before, as `trainer.estimated_stepping_batches` in
+        configure_optimizers makes them.
         """
-        states = self._fit._combined_loader_states_to_load
-        if not any(state.get("samples") for state in states):
-            return
-        progress = self._fit.epoch_progress
-        for count in (progress.total, progress.current):
-            if count.processed == count.started:
-                count.processed -= 1
-                count.completed = count.processed
-        self._fit.restarting = True
-        if self._fit._combined_loader is not None:
+        half_done = any(state.get("samples") for state in self._fit._combined_loader_states_to_load)
+        self.loops.settle(half_done)
+        if half_done and self._fit._combined_loader is not None:
             self._fit._load_combined_loader_states()
             iter(self._fit._data_fetcher)
 
@@ -160,45 +157,24 @@ class DataPosition:
         self._epoch_batches = aligned + rest if aligned + rest != limit else None
 
     def begin_training(self) -> None:
-        """Called at the start of training: a half-done epoch gets the length of its data, and its proper end."""
-        if not self._fit.restarting:
+        """Called at the start of training: makes the running epoch as long as its data is, and goes on in it."""
+        self.loops.begin_training()
+        if self._epoch_batches is None:
             return
         trainer, fit = self._trainer, self._fit
         ordinary = fit.max_batches, trainer.val_check_batch
-        if self._epoch_batches is not None:
-            fit.max_batches = fit._data_fetcher.length = self._epoch_batches
-            if isinstance(trainer.val_check_interval, float) and ordinary[1] is not None:
-                trainer.val_check_batch = max(1, int(self._epoch_batches * trainer.val_check_interval))
-            elif ordinary[1] == ordinary[0]:
-                trainer.val_check_batch = self._epoch_batches
-            self._epoch_batches = None
+        fit.max_batches = fit._data_fetcher.length = self._epoch_batches
+        if isinstance(trainer.val_check_interval, float) and ordinary[1] is not None:
+            trainer.val_check_batch = max(1, int(self._epoch_batches * trainer.val_check_interval))
+        elif ordinary[1] == ordinary[0]:
+            trainer.val_check_batch = self._epoch_batches
+        self._epoch_batches = None
         end_epoch = fit.on_advance_end
 
         def end_this_epoch(self: Any) -> None:
-            with _stepping_plateaus(trainer):
-                end_epoch()
+            end_epoch()
             fit.max_batches, trainer.val_check_batch = ordinary
             fit.on_advance_end = end_epoch
 
         # Undone at the latest when the fit ends, with the other methods that `StopTogether` has replaced.
         fit.on_advance_end = MethodType(end_this_epoch, fit)
-
-
-@contextmanager
-def _stepping_plateaus(trainer: pl.Trainer) -> Iterator[None]:
-    """Around the end of a resumed epoch, at which Lightning leaves out ReduceLROnPlateau: a run that never stopped
-    steps it. A metric that nobody has logged since the resume leaves it out as before.
-    """
-    loop = trainer.fit_loop.epoch_loop
-
-    def update(interval: str, update_plateau_schedulers: bool) -> None:
-        monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == interval]
-        if all(monitor in trainer.callback_metrics for monitor in monitors):
-            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
-
-    trainer.fit_loop._restarting = False
-    loop.update_lr_schedulers = update
-    try:
-        yield
-    finally:
-        del loop.update_lr_schedulers

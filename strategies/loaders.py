@@ -1,5 +1,6 @@
 """Data loaders under sharding: every sample counted once, ranks in lockstep, and a position to resume from."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.errors import CheckpointError, StrategyError
-from shardlight.strategies.random_state import Generators
+from shardlight.strategies.random_state import Generators, random_state, set_random_state
 from shardlight.strategies.read_log import ReadLog
 from shardlight.strategies.sample_order import Deal, Order, order_of, watched_iterator
 from torch import Tensor
@@ -74,6 +75,8 @@ class LockstepLoader:
         """The state to go on from, until the data is begun."""
         self._generators_at_start: list[Tensor] = []
         self._before_workers: tuple[Tensor, list[Tensor]] | None = None
+        self._before_reads: deque[dict[str, Any]] = deque(maxlen=2)
+        """Random state before the batches were read that may be in training or ahead; not needed with workers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
@@ -85,14 +88,20 @@ class LockstepLoader:
         super().__setattr__(name, value) if own else setattr(self.loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
+        position = self._position
+        if position.loops.before_data:
+            return
         state, self._resume = self._resume, None
-        position, half_done = self._position, state is not None
-        log = position.log(self)
+        log, saved = position.log(self), position.saved_generators(self)
+        # A batch that was read ahead is read again, with the random numbers that it was read with.
+        ahead = saved.get("ahead")
+        half_done = state is not None or ahead is not None
         log.begin(position.epoch, self.held)
         position.randomness.begin_epoch(half_done)
-        generators, saved = Generators(self.loader), position.saved_generators(self)
+        generators = Generators(self.loader)
         generators.set_state(saved.get("epoch_start" if half_done else "now", []))
         self._generators_at_start = generators.state()
+        self._before_reads.clear()
         self._order, self._start, self._read, self._batches, self._ended = None, 0, 0, self._length, False
         if state is None:
             self._before_workers = self._state_before_workers(log)
@@ -101,15 +110,23 @@ class LockstepLoader:
             batches = self._rest_of_order(state)
         else:
             batches = self._rest_after(int(state["batches"]))
-        position.randomness.go_on()
         if half_done:
             generators.set_state(saved.get("now", []))
+        if ahead is None:
+            position.randomness.go_on()
+        else:
+            set_random_state(ahead)
         while True:
+            if position.reads_ahead and not getattr(self.loader, "num_workers", 0):
+                self._before_reads.append(random_state())
             batch, more = _next(batches)
             if self._agree is not None:
                 more = self._all_have(more)
+            position.randomness.go_on()
             if not more:
                 self._ended = True
+                if self._before_reads:
+                    self._before_reads.pop()
                 return
             log.read()
             self._read += 1
@@ -171,9 +188,14 @@ class LockstepLoader:
         """How many of the batches that were given last training has not had."""
         return self._position.held(self._ended)
 
-    def generators(self) -> dict[str, list[Tensor]]:
-        """Returns the states of the generators that the loader was given, for a checkpoint of this rank."""
-        return {"now": Generators(self.loader).state(), "epoch_start": self._generators_at_start}
+    def generators(self) -> dict[str, Any]:
+        """Returns, for a checkpoint of this rank, the states of the generators that the loader was given.
+
+        `ahead`: those of the process, where batches were read that training has not had.
+        """
+        states = {"now": Generators(self.loader).state(), "epoch_start": self._generators_at_start}
+        held = self.held
+        return states | ({"ahead": self._before_reads[-held]} if 0 < held <= len(self._before_reads) else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how many samples of this epoch training has had on all ranks together, and of which order.

@@ -36,31 +36,43 @@ class EpochRandomness:
 
     def __init__(self) -> None:
         self.epoch_start: dict[str, Any] | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._resumed = False
+        """The data that a checkpoint was in is not begun yet."""
+        self._now: Mapping[str, Any] | None = None
+        """What a checkpoint's run had, until training goes on."""
+        self._after_order: Mapping[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
         return {"now": random_state(), "epoch_start": self.epoch_start}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Takes what a checkpoint has kept; it is used when the training data is begun."""
-        self._saved = saved
+        """Takes what a checkpoint has kept; it is used when training goes on and its data is begun."""
+        self.epoch_start, self._now, self._resumed = saved["epoch_start"], saved["now"], True
+
+    def set_now(self) -> None:
+        """Called when training goes on (or there is none): from here the numbers are those that the run had."""
+        if self._now is not None:
+            set_random_state(self._now)
+            self._now = None
 
     def begin_epoch(self, half_done: bool) -> None:
         """Called when training data is about to be begun, from its start or in the middle of an epoch."""
-        if self._saved is not None:
-            earlier = self._saved["epoch_start"] if half_done else self._saved["now"]
-            if earlier is not None:
-                set_random_state(earlier)
+        if self._resumed and half_done:
+            # A loader that is read ahead is begun before training goes on.
+            self._after_order = random_state() if self._now is None else self._now
+            if self.epoch_start is not None:
+                set_random_state(self.epoch_start)
+        else:
+            self.set_now()
+        self._resumed = False
         self.epoch_start = random_state()
-        if not half_done:
-            self._saved = None
 
     def go_on(self) -> None:
-        """Called when the position in the data is reached (or there is no data): the numbers go on as they were."""
-        if self._saved is not None:
-            set_random_state(self._saved["now"])
-            self._saved = None
+        """Called when the position in the data is reached: the numbers go on as they were."""
+        if self._after_order is not None:
+            set_random_state(self._after_order)
+            self._after_order = None
 
 
 class Generators:

@@ -79,6 +79,8 @@ class Saving(RankCalls):
             window = "optimizer_states" in checkpoint and self._saves_window(path)
             self._losses.put_into(checkpoint)
             rank_state = self._randomness.state() | self._data_position().state()
+            if not self.interrupted:
+                rank_state |= {"logged": self._data_position().loops.logged()}
             trainer_state.save(self.engine, optimizers, checkpoint, rank_state, path, self.run_config, window)
         except CollectiveError as error:
             if not self.interrupted:
@@ -126,7 +128,7 @@ class Saving(RankCalls):
         checkpoint = trainer_state.load_trainer(self._reader)
         checkpoint["state_dict"] = stored_state(self._reader)
         # Lightning's tuners restore all of what they have saved a moment ago.
-        patterns = () if self._reader.path.name.startswith((".lr_find_", ".scale_batch_size_")) else self.skip_on_load
+        patterns = () if self._from_tuner else self.skip_on_load
         state, stored = _plain_state(self.lightning_module), checkpoint["state_dict"]
         self._skip = names_to_skip(patterns, state, stored, self._reader.path)
         checkpoint[SHARDED] = StoredParts(self._reader, self._skip)
@@ -162,17 +164,26 @@ class Saving(RankCalls):
                 f"{self._reader.path} is Lightning's own: it has no random numbers and no position in the data, so "
                 "that an epoch it is in the middle of has its first samples again."
             )
-        elif saved_by != self.world_size:
-            rank_zero_warn(
-                f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights and "
-                "optimizer state are the same, and so are the samples that are left of an epoch; random numbers, such "
-                "as those of dropout, and which rank has which sample are not."
-            )
         else:
-            saved = trainer_state.load_rank(self._reader, self.global_rank)
-            self._randomness.resume(saved)
-            self._data_position().resume(saved)
-        self._data_position().go_on()
+            saved = trainer_state.load_rank(self._reader, self.global_rank % saved_by)
+            self._data_position().loops.resume(saved.get("logged", {}))
+            if saved_by == self.world_size:
+                self._randomness.resume(saved)
+                self._data_position().resume(saved)
+            else:
+                rank_zero_warn(
+                    f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights "
+                    "and optimizer state are the same, and so are the samples that are left of an epoch; random "
+                    "numbers, such as those of dropout, and which rank has which sample are not."
+                )
+        # A tuner restores in the middle of a hook, and the loops go on from there.
+        if not self._from_tuner:
+            self._data_position().go_on()
+
+    @property
+    def _from_tuner(self) -> bool:
+        assert self._reader is not None
+        return self._reader.path.name.startswith((".lr_find_", ".scale_batch_size_"))
 
     def _restore_finetuning_groups(self) -> None:
         # These callbacks make the groups again that they had added, in on_fit_start: which has been called when weights
