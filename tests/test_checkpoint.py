@@ -127,6 +127,7 @@ def resume_equals(rank, world_size, folder):
                     assert torch.equal(exported[name], value) and exported[name].dtype == value.dtype, name
 
 
+@pytest.mark.conformance("D1")
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_resume_is_bit_equal_to_the_run_that_never_stopped(world_size, tmp_path):
     run_ranks(resume_equals, world_size, init=False, folder=str(tmp_path), timeout_s=120)
