@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shardlight.commands.bench import bench
-from shardlight.commands.check import ConfigPath, Overrides, Trust, check
+from shardlight.commands.check import ConfigPath, Overrides, Trust, check, schema
 from shardlight.commands.checkpoint import checkpoint, export
 from shardlight.commands.migrate import migrate
 from shardlight.commands.output import Debug, fail, make_folder_of, short_errors, wide_console
@@ -126,6 +126,7 @@ def predict(
 
 
 app.command()(check)
+app.command()(schema)
 app.command()(export)
 app.command()(migrate)
 

@@ -1,9 +1,11 @@
 """`shardlight check`: what can be known of a run before it starts, and `shardlight schema`: the same for an editor."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shardlight.commands.output import Debug, short_errors
+from shardlight.commands.output import Debug, fail, short_errors
 
 if TYPE_CHECKING:
     from shardlight.framework.schema import Config
@@ -24,6 +26,21 @@ def check(config: ConfigPath, overrides: Overrides = None, *, trust: Trust = Non
 
         loaded = load(config, overrides or [], trust or [], imports=False)
     typer.echo(f"{config}: {outline(loaded.config)}. No faults.")
+
+
+def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there.")] = None) -> None:
+    """Print the JSON Schema of configs, by which an editor completes and checks them."""
+    from shardlight.framework.json_schema import config_schema
+
+    text = json.dumps(config_schema(), indent=1) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        fail(f"--out {out}: cannot be written ({error.strerror}).")
+    typer.echo(f"{out}: put '# yaml-language-server: $schema={out}' at the head of a config.")
 
 
 def outline(config: "Config") -> str:
