@@ -164,6 +164,8 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.case("C001")
 @pytest.mark.case("C061")
+@pytest.mark.conformance("D7")
+@pytest.mark.conformance("D8")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_checkpoint_opens_under_every_strategy_and_number_of_ranks(world, every, checkpoints):
