@@ -16,6 +16,7 @@ from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, Stored
 from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts, replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.checkpoint.stored_values import EditedState, load_state, stored_state
 from shardlight.strategies.checkpoint.window import add_window
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
@@ -241,6 +242,20 @@ def agree(engine: Engine | None, fault: str, caller: str) -> None:
 def load_trainer(reader: CheckpointReader) -> dict[str, Any]:
     """Returns the Trainer's part of a checkpoint as the dict that was saved, without weights and optimizer state."""
     return decode(reader.content["trainer"], _tensors_below(reader, "trainer"))
+
+
+def load_model(
+    engine: Engine, reader: CheckpointReader, state: Mapping[str, Any], names: Collection[str], strict: bool = True
+) -> None:
+    """Reads this rank's pieces of the weights, and the rest whole; for who uses an engine without a Trainer.
+
+    Args:
+        state: the module's state dict with the engine's parameters themselves.
+        names: which of the checkpoint's tensors to use.
+    Raises: CheckpointError: see load_state.
+    """
+    stored = {n: t for n, t in stored_state(reader).items() if n in names}
+    load_state(engine, EditedState(reader, stored), state, strict)
 
 
 def load_optimizers(
