@@ -19,7 +19,7 @@ from shardlight.commands.bench import bench
 from shardlight.commands.check import ConfigPath, Overrides, Trust, check, schema
 from shardlight.commands.checkpoint import checkpoint, export
 from shardlight.commands.migrate import migrate
-from shardlight.commands.output import Debug, fail, make_folder_of, short_errors, wide_console
+from shardlight.commands.output import MISTAKES, Debug, fail, make_folder_of, short_errors, wide_console
 
 if TYPE_CHECKING:
     from shardlight.framework.config import Loaded
@@ -252,7 +252,7 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
 
     known = vars(errors).values()
     ours = [item.__name__ for item in known if isinstance(item, type) and issubclass(item, errors.ShardlightError)]
-    terse = () if debug else ("ConfigError", "PredictionError", *ours)
+    terse = () if debug else ("ConfigError", "PredictionError", *MISTAKES, *ours)
     # -P: the working directory is not on sys.path, as under the console script.
     flags = subprocess._args_from_interpreter_flags()
     command = [sys.executable, *flags, "-P", "-m", "shardlight.cli", *sys.argv[1:]]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 USER_FAULT = 2
 """Exit code for a fault in the config or in how the command was called."""
 
+MISTAKES = ("MisconfigurationException",)
+"""Names of other packages' errors that say what their user did wrong; they are known by name, not to be imported."""
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
 
 
@@ -25,7 +28,7 @@ def fail(text: str, code: int = USER_FAULT) -> NoReturn:
 
 @contextlib.contextmanager
 def short_errors(debug: bool, code: int = 1) -> Iterator[None]:
-    """Shows our own errors without a traceback: they say what to mend.
+    """Shows our own errors, and MISTAKES, without a traceback: they say what to mend.
 
     Args:
         code: exit code of those that are no fault in the config or the call.
@@ -36,7 +39,9 @@ def short_errors(debug: bool, code: int = 1) -> Iterator[None]:
 
     try:
         yield
-    except (ConfigError, ShardlightError, OpError) as error:
+    except Exception as error:
+        if not isinstance(error, ConfigError | ShardlightError | OpError) and type(error).__name__ not in MISTAKES:
+            raise
         if debug:
             traceback.print_exc()
         if isinstance(error, ConfigError):

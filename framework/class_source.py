@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 from shardlight.framework.described import (
-    CALLBACK,
-    DATA_MODULE,
-    MODULE,
+    BASES,
+    HOOKS,
     TRAINING_MODULE,
     UNREADABLE,
     Described,
@@ -24,9 +23,7 @@ from shardlight.framework.described import (
 from shardlight.framework.module_source import Found, Module, Sources, top_level
 
 EMPTY = inspect.Parameter.empty
-_ENDS = (MODULE, DATA_MODULE, CALLBACK)
-"""Classes that are not looked into: their constructors name no parameter."""
-_BARE = {"abc.ABC", "typing.Generic", "typing.Protocol", "torch.nn.Module", "torch.utils.data.Dataset", *_ENDS}
+_BARE = {"abc.ABC", "typing.Generic", "typing.Protocol", "torch.nn.Module", "torch.utils.data.Dataset", *BASES}
 """Classes whose constructors name no parameter, so that **kwargs may reach them."""
 _KEPT_BY = {"override", "final"}
 """Decorators that change neither a class nor a method."""
@@ -53,7 +50,7 @@ class FromSource:
     """
 
     def __init__(self, root: Path) -> None:
-        self.sources = Sources(root, _ENDS)
+        self.sources = Sources(root, BASES)
 
     def describe(self, module_path: str, name: str) -> Described:
         """Reads the module and looks at what has the name.
@@ -74,9 +71,9 @@ class FromSource:
         if found.statement is None or isinstance(found.statement, ast.FunctionDef | ast.AsyncFunctionDef):
             return Described(found.path)
         lineage = self._lineage(found)
-        own = [f for f in lineage if f.path not in (*_ENDS, TRAINING_MODULE) and _method(f, "configure_optimizers")]
+        own = {name for f in lineage if f.path not in (*BASES, TRAINING_MODULE) for name in _all_bound(f)}
         parameters = dict(self._parameters(lineage))
-        return Described(found.path, tuple(item.path for item in lineage), parameters, bool(own))
+        return Described(found.path, tuple(item.path for item in lineage), parameters, frozenset(own & {*HOOKS}))
 
     def _classes(self, module: Module) -> Iterator[tuple[str, Described]]:
         for name in module.bound:
@@ -91,7 +88,7 @@ class FromSource:
 
     def _lineage(self, found: Found) -> list[Found]:
         """The class and what it derives from: depth first, and of what comes twice the last."""
-        if found.module.opaque or found.path in _ENDS:
+        if found.module.opaque or found.path in BASES:
             return [found]
         node = found.statement
         if not isinstance(node, ast.ClassDef) or not _kept(node.decorator_list) or node.keywords:
@@ -210,6 +207,11 @@ class FromSource:
 def _kept(decorators: Sequence[ast.expr]) -> bool:
     names = [getattr(node, "id", getattr(node, "attr", "")) for node in decorators]
     return all(name in _KEPT_BY for name in names)
+
+
+def _all_bound(found: Found) -> set[str]:
+    body = found.statement.body if isinstance(found.statement, ast.ClassDef) else []
+    return {name for statement in top_level(body) for name in _bound(statement)}
 
 
 def _method(found: Found, name: str) -> ast.stmt | None:

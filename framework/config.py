@@ -15,7 +15,10 @@ from shardlight.framework.classes import ClassConfig, Classes, project_root
 from shardlight.framework.described import (
     CALLBACK,
     DATA_MODULE,
+    GONE,
+    LOADERS,
     MODULE,
+    STEPS,
     TRAINING_MODULE,
     Described,
     FromImport,
@@ -36,6 +39,7 @@ from shardlight.framework.schema import (
 )
 from shardlight.framework.source import BROKEN, Node, from_python
 from shardlight.framework.unit_names import class_names
+from shardlight.strategies.checkpoint.candidates import FOLDER
 from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.options import OPTIONS, make_options, without_effect
 
@@ -211,6 +215,7 @@ class _Building:
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
         parts["trainer"] = trainer if trainer is BAD else self._batches(trainer)
+        self._hooks()
         if self.verb == "fit":
             self._training(trainer, parts)
         parts["strategy"] = self._strategy(None if trainer is BAD else trainer)
@@ -383,6 +388,27 @@ class _Building:
             self.checker.fault(home, text)
         return trainer
 
+    def _hooks(self) -> None:
+        """What the module and the data must have for the verb."""
+        module, data = self.classes.get("module"), self.classes.get("data")
+        if module is not None:
+            home, path = self.tree.value["module"].value["class"], module.class_path
+            missing = [STEPS[self.verb]] if self.verb in STEPS else []
+            if self.verb == "fit" and not module.described.derives_from(TRAINING_MODULE):
+                missing.append("configure_optimizers")
+            for name in missing:
+                if name not in module.described.defines:
+                    self.checker.fault(home, f"module.class: {path} has no {name}, which {self.verb} needs.")
+            for name in sorted(module.described.defines & GONE.keys()):
+                text = f"module.class: {path} has {name}, which Lightning has no longer. Use {GONE[name]}."
+                self.checker.fault(home, text)
+        if module is not None and data is not None:
+            loader = f"{LOADERS[self.verb]}_dataloader"
+            if loader not in data.described.defines | module.described.defines:
+                home = self.tree.value["data"].value["class"]
+                text = f"data.class: {data.class_path} has no {loader}, which {self.verb} needs."
+                self.checker.fault(home, text)
+
     def _training(self, trainer: Any, parts: dict[str, Any]) -> None:
         """What only training needs: an end, and an optimizer that the module takes."""
         values = self.tree.value
@@ -399,7 +425,7 @@ class _Building:
                 if parts[name] not in (None, BAD):
                     text = f"{name} is set, but {module.class_path} is no TrainingModule: it makes its own. Remove it."
                     self.checker.fault(values[name], text)
-        elif not module.described.own_optimizers and parts["optimizer"] is None:
+        elif "configure_optimizers" not in module.described.defines and parts["optimizer"] is None:
             text = f"optimizer is missing: {module.class_path} has no configure_optimizers of its own."
             self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
 
@@ -417,9 +443,13 @@ class _Building:
             )
 
     def _starts(self, resume: Any, init_from: Any) -> None:
-        if isinstance(resume, ResumeConfig) and resume.path != AUTO and not os.path.exists(resume.path):
+        if isinstance(resume, ResumeConfig) and resume.path != AUTO:
             home = self.tree.find("resume.path") or self.tree
-            self.checker.fault(home, f"resume: there is no checkpoint {resume.path}.")
+            if not os.path.exists(resume.path):
+                self.checker.fault(home, f"resume: there is no checkpoint {resume.path}.")
+            elif os.path.isdir(os.path.join(resume.path, FOLDER)):
+                text = f"resume: {resume.path} is the folder of a run. Its checkpoints are in {FOLDER}/ there."
+                self.checker.fault(home, text)
         if isinstance(init_from, InitFromConfig) and not os.path.exists(init_from.path):
             home = self.tree.find("init_from.path") or self.tree
             self.checker.fault(home, f"init_from: there is no file or folder {init_from.path}.")

@@ -20,6 +20,17 @@ MODULE = "lightning.pytorch.core.module.LightningModule"
 DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
 CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
 TRAINING_MODULE = "shardlight.framework.module.TrainingModule"
+BASES = (MODULE, DATA_MODULE, CALLBACK)
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}
+LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""What a module and a data module must have for a verb."""
+GONE = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+"""Hooks that Lightning no longer has, and those that came for them."""
+HOOKS = ("configure_optimizers", *STEPS.values(), *(f"{name}_dataloader" for name in LOADERS.values()), *GONE)
 
 UNREADABLE: Any = type("Unreadable", (), {})
 """Stands for a default or an annotation that is there, and that the source does not tell."""
@@ -36,8 +47,8 @@ class Described:
     parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict)
     """The named parameters of the constructor; behind **kwargs also those of its base classes. Annotations are types,
     Parameter.empty or UNREADABLE. A name that only **kwargs would take is not there: it could not be checked."""
-    own_optimizers: bool = False
-    """Whether a class of the lineage before TrainingModule and LightningModule has configure_optimizers."""
+    defines: frozenset[str] = frozenset()
+    """Which of HOOKS the class or one that it derives from has, beside Lightning's and TrainingModule's own."""
 
     def derives_from(self, base: str) -> bool:
         """Whether `base`, a name such as MODULE, is in the lineage."""
@@ -116,13 +127,19 @@ def describe(target: type) -> Described:
     """Looks at a class."""
     hints = _hints(target)
     lineage = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in target.__mro__)
-    before = {name for cls, name in zip(target.__mro__, lineage, strict=True) if "configure_optimizers" in vars(cls)}
+    bases = (*BASES, TRAINING_MODULE)
+    own = [cls for cls, name in zip(target.__mro__, lineage, strict=True) if name not in bases and not _is_hooks(name)]
     return Described(
         lineage[0],
         lineage,
         {name: item.replace(annotation=hints.get(name, item.annotation)) for name, item in _parameters(target)},
-        bool(before - {TRAINING_MODULE, MODULE}),
+        frozenset(hook for hook in HOOKS if any(hook in vars(cls) for cls in own)),
     )
+
+
+def _is_hooks(name: str) -> bool:
+    """Whether a class is one of those in which Lightning lists the hooks that there are."""
+    return name.startswith("lightning.pytorch.core.")
 
 
 def _parameters(target: type) -> Iterable[tuple[str, inspect.Parameter]]:

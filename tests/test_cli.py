@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from shardlight import cli
+from shardlight.commands.output import short_errors
 from shardlight.framework import launch
 from shardlight.framework.assemble import make_run_dir
 from shardlight.framework.config import load_config
@@ -81,6 +83,20 @@ def run(*arguments: str, env: dict[str, str] | None = None, command: list[str] =
     whole = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
     made = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False, env=whole)
     return made.returncode, made.stdout, made.stderr
+
+
+def test_a_mistake_that_lightning_names_is_shown_without_its_traceback(capsys):
+    class MisconfigurationException(Exception):
+        pass
+
+    with pytest.raises(typer.Exit), short_errors(debug=False):
+        raise MisconfigurationException("`val_dataloader` is empty.")
+    assert capsys.readouterr().err == "MisconfigurationException: `val_dataloader` is empty.\n"
+    with pytest.raises(typer.Exit), short_errors(debug=True):
+        raise MisconfigurationException("x")
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(KeyError), short_errors(debug=False):
+        raise KeyError("a fault of the user's code keeps its traceback")
 
 
 def test_help_is_quick_and_imports_no_torch():

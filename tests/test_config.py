@@ -20,15 +20,21 @@ from shardlight.framework.module import TrainingModule
 class Model(TrainingModule):
     def __init__(self, width: int, rate: float = 0.5, name: str = "m"):
         super().__init__()
+    def training_step(self, batch): pass
+    test_step = training_step
 class Plain(LightningModule):
-    pass
+    def training_step(self, batch): pass
+    def configure_optimizers(self): return None
 class Own(TrainingModule):
+    def training_step(self, batch): pass
     def configure_optimizers(self): return None
 class Data(LightningDataModule):
     def __init__(self, batch_size: int = 2, path: str | None = None):
         super().__init__()
+    def train_dataloader(self): pass
+    test_dataloader = train_dataloader
 class Unsized(LightningDataModule):
-    pass
+    def train_dataloader(self): pass
 class Stop(Callback):
     def __init__(self, patience: int): pass
 """
@@ -234,6 +240,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("optimizer.betas=[0.9, 0.9]", "optimizer.betas is for adamw, adam, lamb, lion, muon, and sgd has weight_decay, momentum, nesterov."),
         ("optimizer={name: muon, lr: 0.02}", None),
         ("checkpoint.save_top_k=3", "checkpoint.save_top_k is 3; without monitor it must be -1, 0 or 1."),
+        ("resume=.", "resume: . is the folder of a run. Its checkpoints are in checkpoints/ there."),
         ("resume=gone", "resume: there is no checkpoint gone."),
         ("callbacks=3", "callbacks must be a mapping of names to {class: ...}, got 3 (number)."),
         ("callbacks.x.patience=1", "callbacks.x.class is missing: the import path of a Callback."),
@@ -254,6 +261,7 @@ def test_a_fault_says_where_what_and_the_mend(project, override, fault):
         "optimizer={name: muon, lr: 0.02}": "config.yaml:5: optimizer.adamw_lr is missing; set the learning rate of "
         "embeddings, norms, biases and head, such as 3e-4, or adjust_lr to match_rms_adamw, which takes lr for all.",
     }
+    Path("checkpoints").mkdir()
     text = expected.get(override) or f"command line: {fault}".replace("PKG", project.package)
     assert faults_of(project(), override) == [text]
 
@@ -336,3 +344,21 @@ def test_cuda_without_a_device_is_found_before_launch(project, monkeypatch):
     assert str(caught.value) == (
         "command line: trainer.accelerator is cuda, but PyTorch sees no CUDA device. Set cpu or auto."
     )
+
+
+def test_what_a_verb_needs_is_looked_for_in_both_classes(project):
+    config = project()
+    for verb, module, data in (
+        ("validate", "validation_step", "val_dataloader"),
+        ("predict", None, "predict_dataloader"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(config, verb=verb)
+        expected = (
+            [f"config.yaml:1: module.class: {project.package}.Model has no {module}, which {verb} needs."]
+            if module
+            else []
+        )
+        expected.append(f"config.yaml:3: data.class: {project.package}.Data has no {data}, which {verb} needs.")
+        assert str(caught.value).splitlines() == expected
+    assert load(config, verb="test").config

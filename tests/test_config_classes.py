@@ -329,7 +329,7 @@ def test_the_source_says_what_the_class_says(tmp_path, monkeypatch):
             assert ours == [item for item in by_import.lineage if item in ours], name
             for base in (MODULE, CALLBACK, DATA_MODULE, TRAINING_MODULE):
                 assert by_source.derives_from(base) == by_import.derives_from(base), (name, base)
-            assert by_source.own_optimizers == by_import.own_optimizers
+            assert by_source.defines == by_import.defines, name
             assert list(by_source.parameters) == list(by_import.parameters), name
             for key, parameter in by_source.parameters.items():
                 other = by_import.parameters[key]

@@ -27,15 +27,17 @@ import torch
 from lightning.pytorch import LightningDataModule
 from shardlight.framework import TrainingModule
 class Model(TrainingModule):
+    def training_step(self, batch): pass
     def configure_optimizers(self):
         return None
 class LlamaDecoderLayer(torch.nn.Module): pass
 class MistralDecoderLayer(torch.nn.Module): pass
 class Plain(TrainingModule):
-    pass
+    def training_step(self, batch): pass
 class Data(LightningDataModule):
     def __init__(self, batch_size: int = 1):
         super().__init__()
+    def train_dataloader(self): pass
 """
 FILLED = {
     "module.class": "migrated_project.Plain", "data.class": "migrated_project.Data", "data.batch_size": 4, "trainer.max_steps": 100000,

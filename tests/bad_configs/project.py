@@ -4,7 +4,8 @@ from typing import Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from shardlight.framework import TrainingModule
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 class Block(nn.Module):
@@ -24,9 +25,15 @@ class Model(TrainingModule):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Has no loss."""
+
 
 class Plain(LightningModule):
     """Makes its own optimizer."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Has no loss."""
 
     def configure_optimizers(self) -> None:
         """Has none."""
@@ -37,3 +44,13 @@ class Data(LightningDataModule):
 
     def __init__(self, batch_size: int = 4, path: str | None = None) -> None:
         super().__init__()
+
+    def train_dataloader(self) -> DataLoader:
+        """Has no samples."""
+
+
+class Old(TrainingModule):
+    """Was written for Lightning 1."""
+
+    def training_epoch_end(self, outputs: list) -> None:
+        """Has another name now."""
