@@ -177,7 +177,9 @@ def bench_diff(
 
     try:
         found = diff.compare(results.read(old), results.read(new))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        fail(f"{error.filename}: cannot be read ({error.strerror}).")
+    except ValueError as error:
         fail(str(error))
     console = wide_console()
     for table in tables.comparison(found):

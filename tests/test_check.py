@@ -59,6 +59,25 @@ def test_a_config_without_faults_is_told_in_one_line(overrides, outline):
     assert here("check", str(EXAMPLE), *overrides) == (0, f"{EXAMPLE}: {outline}. No faults.\n", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "gone.yaml"], "gone.yaml: cannot be read: No such file or directory.\n"),
+        (["check", "."], ".: cannot be read: Is a directory.\n"),
+        (["check", "bytes.yaml"], "bytes.yaml: not UTF-8 text (byte 0).\n"),
+        (["check", "empty.yaml", "nonsense"], "command line: nonsense is not key.path=value. Write nonsense=VALUE.\n"),
+        (["fit", "gone.yaml"], "gone.yaml: cannot be read: No such file or directory.\n"),
+        (["bench", "diff", "gone.json", "b"], "gone.json: cannot be read (No such file or directory).\n"),
+    ],
+)
+def test_a_mistake_in_the_call_has_no_traceback(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    Path("bytes.yaml").write_bytes(b"\xff\xfe")
+    Path("empty.yaml").touch()
+    code, out, err = here(*arguments)
+    assert (code, out) == (2, "") and err.endswith(said) and "Traceback" not in err
+
+
 BAD = sorted((Path(__file__).parent / "bad_configs").glob("*.yaml"))
 
 
