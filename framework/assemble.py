@@ -92,6 +92,11 @@ class Checkpoints(ModelCheckpoint):
 
     FILE_EXTENSION = ""
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the step that a run goes on from as saved: in this folder it would be saved within the next window."""
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = max(self._last_global_step_saved, trainer.global_step)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step where the intervals did not."""
         super().on_train_end(trainer, pl_module)

@@ -58,9 +58,12 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_its_name(fit, project
     assert (stored["run"]["name"], stored["resume"]) == ("here", {"path": "auto", "skip": []})
     # The files of the newest one are damaged, which only their checksums tell; two ranks go on from the one before.
     flip(f"{newest}/rank-00000.safetensors")
+    Path(newest).with_name("step-7").mkdir()
     line = ["fit", "config.yaml", *QUICK, "resume=auto", "trainer.max_steps=7"]
     done = run_command(line, project, {"OMP_NUM_THREADS": "1"}, timeout_s=120)
     assert done.code == 0 and f"{newest} is skipped: rank-00000.safetensors is damaged between byte 0" in done.output
+    assert "step-7 is skipped: it has no manifest.json." in done.output, "what lies between is named as well"
+    Path(newest).with_name("step-7").rmdir()
     # Six batches of one rank are three of two.
     assert "Resumed from runs/here/001/checkpoints/step-6: step 6, epoch 0, 3 batches into it." in done.output
     for path in Path("runs/here").rglob("rank-00000.safetensors"):
@@ -72,6 +75,13 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_its_name(fit, project
     assert equal("runs/whole/000/checkpoints/step-2", "runs/here/003/checkpoints/step-2")
     code, _, err = here("validate", "config.yaml", "--ckpt", "auto", "run.name=nothing")
     assert (code, err) == (1, "CheckpointError: resume: auto: there is no whole checkpoint in runs/nothing.\n")
+
+
+def test_the_step_that_a_run_goes_on_from_is_not_saved_again_within_the_next_window(fit):
+    line = ("run.name=windows", "trainer.accumulate_grad_batches=2", "resume=auto")
+    fit("trainer.max_steps=2", *line)
+    fit("trainer.max_steps=3", *line)
+    assert sorted(p.name for p in Path("runs/windows").rglob("step-*")) == ["step-2", "step-3"]
 
 
 def test_tensors_that_are_skipped_stay_as_the_fresh_module_has_them(fit):

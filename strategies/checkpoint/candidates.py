@@ -7,7 +7,7 @@ save that is killed can leave either; one that is complete, where NAME is not th
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class _Seen:
     """Among those of one step: the lowest is preferred."""
 
 
-def find(run_folders: Iterable[Path], *, training: bool = True) -> Found:
+def find(run_folders: Iterable[Path], *, training: bool = True, damaged: Collection[Path] = ()) -> Found:
     """Looks for checkpoints in the folders of runs, given from the newest to the oldest run.
 
     Of one run the highest step comes first. A link counts as what it points to, once. What a killed save has left
@@ -51,10 +51,11 @@ def find(run_folders: Iterable[Path], *, training: bool = True) -> Found:
 
     Args:
         training: training is to go on, for which weights alone are not enough.
+        damaged: what is known not to be whole; it is passed over without a word.
     """
     usable: list[_Seen] = []
     skipped: list[str] = []
-    known: set[Path] = set()
+    known: set[Path] = {path.resolve() for path in damaged}
     for run in run_folders:
         seen = []
         for one in _look(run / FOLDER, training):

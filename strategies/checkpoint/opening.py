@@ -2,10 +2,12 @@
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.candidates import find
 from shardlight.strategies.checkpoint.lightning_file import LightningFile, open_checkpoint
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
@@ -32,16 +34,27 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
     """
     if engine is not None:
         paths = engine.collectives.gather_objects([str(p) for p in paths], "load_checkpoint")[0]
+    damaged: list[Path] = []
     for path in paths:
         try:
             return _open_together(engine, path, fitting)
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
+            said = _passed_over(paths, damaged)
+            damaged.append(Path(path))
             rank_zero_warn(f"{path} is skipped: {str(error).removeprefix(f'{path} ').removeprefix(f'{path}/')}")
+            for line in _passed_over(paths, damaged):
+                if line not in said:
+                    rank_zero_warn(line)
     if not fitting:
         raise CheckpointError(f"none of these is whole: {', '.join(map(str, paths))}.")
     return None
+
+
+def _passed_over(paths: Sequence[Any], damaged: Sequence[Path]) -> tuple[str, ...]:
+    """Returns a line for each that cannot be used, and would come before the first of `paths` that is not damaged."""
+    return find(dict.fromkeys(Path(path).parent.parent for path in paths), damaged=damaged).skipped
 
 
 def _open_together(engine: Engine | None, path: Any, fitting: bool) -> CheckpointReader | LightningFile:
