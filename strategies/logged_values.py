@@ -1,6 +1,5 @@
 """What training has logged so far: callbacks and plateau schedulers ask for it, also right after a resume."""
 
-import builtins
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -9,8 +8,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import move_data_to_device
+from shardlight.strategies.errors import CheckpointError
 from torchmetrics import Metric
 
+_REDUCTIONS = {f"{f.__module__}.{f.__name__}": f for f in (min, max, sum, torch.mean, torch.min, torch.max, torch.sum)}
+"""All that Lightning takes, by the name that a checkpoint has: nothing else is looked up for it."""
 _PLAIN = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "metric_attribute")
 
 
@@ -54,13 +56,15 @@ def _metrics(trainer: pl.Trainer) -> dict[str, Metric]:
 def _entry(result: _ResultMetric) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
     entry = {name: getattr(meta, name) for name in _PLAIN}
-    entry |= {"reduce": meta.reduce_fx.__name__, "builtin": meta.reduce_fx.__module__ == "builtins"}
+    entry["reduce"] = f"{meta.reduce_fx.__module__}.{meta.reduce_fx.__name__}"
     entry |= {"sync": sync.should, "rank_zero_only": sync.rank_zero_only, "add_dataloader_idx": meta.add_dataloader_idx}
     return entry | {"values": {k: getattr(result, k) for k in result._defaults}}
 
 
 def _add(trainer: pl.Trainer, entry: Mapping[str, Any]) -> None:
-    reduce = getattr(builtins if entry["builtin"] else torch, entry["reduce"])
+    reduce = _REDUCTIONS.get(str(entry["reduce"]))
+    if reduce is None:
+        raise CheckpointError(f"'{entry['name']}' was logged with {entry['reduce']!r}, which is no reduction.")
     meta = _Metadata(
         **{name: entry[name] for name in (*_PLAIN, "add_dataloader_idx")}, dataloader_idx=None, reduce_fx=reduce
     )
@@ -69,8 +73,8 @@ def _add(trainer: pl.Trainer, entry: Mapping[str, Any]) -> None:
     if attribute and attribute not in _metrics(trainer):
         return
     result = _ResultMetric(meta, is_tensor=not attribute)
-    for key, value in entry["values"].items():
-        setattr(result, key, value)
+    for key in result._defaults.keys() & entry["values"].keys():
+        setattr(result, key, entry["values"][key])
     if attribute:
         result.value = attrgetter(attribute)(trainer.lightning_module)
     result._update_count = 1

@@ -255,6 +255,27 @@ def test_plain_state_survives_json():
     assert encode(np.float32(0.5), "n", {}) == 0.5 and math.isnan(decode(encode(math.nan, "n", {}), {}))
 
 
+def test_two_tensors_with_one_path_are_two():
+    tensors = {}
+    value = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "c": np.arange(2), "c'": torch.tensor(3)}
+    back = decode(json.loads(json.dumps(encode(value, "s", tensors))), tensors)
+    assert (int(back["a.b"]), int(back["a"]["b"]), back["c"].tolist(), int(back["c'"])) == (1, 2, [0, 1], 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"__kind__": "tuple", "value": 3}, {"__kind__": "set", "value": [[1]]}, {"__kind__": "dict", "value": [[1]]},
+        {"__kind__": "device", "value": "no such"}, {"__kind__": "dtype", "value": ["float32"]},
+        {"__kind__": "dtype", "value": "load"}, {"__kind__": "path", "value": 1}, {"__kind__": "tensor", "value": [1]},
+        {"__kind__": ["tensor"], "value": "x"}, {"__kind__": "array", "value": "bf16"},
+    ],
+)  # fmt: skip
+def test_what_encode_never_gives_is_refused(data):
+    with pytest.raises(CheckpointError, match=r"cannot be read|is not a kind"):
+        decode([data], {"bf16": torch.zeros(1, dtype=torch.bfloat16)})
+
+
 def test_what_is_not_plain_is_refused_by_name():
     with pytest.raises(CheckpointError, match=r"^callbacks.x.1 is a builtins.function, which cannot be written"):
         encode({"x": [1, lambda: 0]}, "callbacks", {})

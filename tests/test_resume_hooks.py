@@ -6,6 +6,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
+from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.logged_values import _add as restore_entry
 from test_lightning_fit import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -259,3 +261,9 @@ def test_all_that_came_after_a_save_comes_after_the_resume(tmp_path):
 def test_all_that_came_after_any_save_comes_after_the_resume(tmp_path):
     for world in (1, 2):
         run_ranks(check, world, init=False, folder=str(tmp_path / str(world)), every=True, timeout_s=1200)
+
+
+@pytest.mark.parametrize("name", ["builtins.exec", "torch.load", "os.system", ["builtins.max"]])
+def test_a_reduction_is_not_looked_up_by_a_name_that_a_checkpoint_has(name):
+    with pytest.raises(CheckpointError, match="which is no reduction"):
+        restore_entry(None, {"reduce": name, "name": "loss"})

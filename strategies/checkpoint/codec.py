@@ -12,6 +12,7 @@ from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
 _TAG = "__kind__"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -30,11 +31,9 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic):
         return encode(value.item(), where, tensors)
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {_TAG: "tensor", "value": where}
+        return {_TAG: "tensor", "value": _keep(value.detach(), where, tensors)}
     if isinstance(value, np.ndarray):
-        tensors[where] = torch.from_numpy(np.ascontiguousarray(value))
-        return {_TAG: "array", "value": where}
+        return {_TAG: "array", "value": _keep(torch.from_numpy(np.ascontiguousarray(value)), where, tensors)}
     if isinstance(value, Container):
         return encode(OmegaConf.to_container(value, resolve=True), where, tensors)
     if isinstance(value, Path):
@@ -54,6 +53,14 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
+def _keep(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
+    """Returns the key under which a tensor is kept: keys with dots can give two values one path."""
+    while where in tensors:
+        where += "'"
+    tensors[where] = value
+    return where
+
+
 def _encode_mapping(value: Mapping, where: str, tensors: dict[str, Tensor]) -> Any:
     if all(isinstance(k, str) for k in value) and _TAG not in value:
         return {k: encode(v, f"{where}.{k}", tensors) for k, v in value.items()}
@@ -64,14 +71,21 @@ def _encode_mapping(value: Mapping, where: str, tensors: dict[str, Tensor]) -> A
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns what `encode` was given.
 
-    Raises: CheckpointError: a kind that is not known, or a tensor that is missing.
+    Raises: CheckpointError: it is nothing that `encode` returns, or a tensor is missing.
     """
+    try:
+        return _decode(data, tensors)
+    except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"a value of the manifest cannot be read ({error!r:.200}).") from None
+
+
+def _decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(data, list):
-        return [decode(v, tensors) for v in data]
+        return [_decode(v, tensors) for v in data]
     if not isinstance(data, dict):
         return data
     if _TAG not in data:
-        return {k: decode(v, tensors) for k, v in data.items()}
+        return {k: _decode(v, tensors) for k, v in data.items()}
     kind, value = data[_TAG], data.get("value")
     if kind in ("tensor", "array"):
         if value not in tensors:
@@ -83,12 +97,12 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         return Path(value)
     if kind == "device":
         return torch.device(value)
-    if kind == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
-        return getattr(torch, value)
+    if kind == "dtype" and value in _DTYPES:
+        return _DTYPES[value]
     if kind == "tuple":
-        return tuple(decode(v, tensors) for v in value)
+        return tuple(_decode(v, tensors) for v in value)
     if kind == "set":
-        return {decode(v, tensors) for v in value}
+        return {_decode(v, tensors) for v in value}
     if kind == "dict":
-        return {decode(k, tensors): decode(v, tensors) for k, v in value}
+        return {_decode(k, tensors): _decode(v, tensors) for k, v in value}
     raise CheckpointError(f"'{kind}' is not a kind of value that a manifest can hold.")
