@@ -195,13 +195,13 @@ class Saving(RankCalls):
                 callback.on_fit_start(trainer, self.lightning_module)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint folder (rank 0)."""
+        """Removes a checkpoint folder (rank 0); warns where that cannot be."""
         if self.is_global_zero:
             path = Path(os.fspath(filepath))
-            if path.is_file():
-                path.unlink()
-            else:
-                remove_folder(path)
+            try:
+                path.unlink() if path.is_file() else remove_folder(path)
+            except OSError as error:
+                rank_zero_warn(f"{path} cannot be removed: {error}.")
 
 
 def _plain_state(module: nn.Module | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import shutil
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def publish(written: Path, target: Path) -> None:
         os.rename(target, old)
         os.rename(written, target)
     sync_folder(target.parent)
-    remove_folder(old)
+    with suppress(OSError):  # the new one is there; what is left of the old one goes with the next save
+        remove_folder(old)
 
 
 def remove_folder(folder: Path) -> None:
