@@ -29,7 +29,8 @@ def faults(how, **variables):
 
 
 def test_blocks_that_come_and_go_cause_no_page_faults():
-    assert faults("not kept") > 500 > 50 > faults("kept")
+    given_back = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults("not kept", **given_back) > 50_000 > 5_000 > faults("kept")
 
 
 def test_what_the_user_has_set_counts():
