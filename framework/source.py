@@ -198,12 +198,8 @@ def _mend(error: yaml.MarkedYAMLError) -> str:
     return ""
 
 
-def read_yaml(path: str | os.PathLike[str]) -> tuple[Node, list[Fault]]:
-    """Reads a YAML file whose top level is a mapping.
-
-    Returns: the tree, and the faults of single values and keys, which the rest of the tree can do without.
-    Raises: ConfigError: the file cannot be read, or is no YAML at all.
-    """
+def read_text(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Returns (path, text) of a file in UTF-8. Raises: ConfigError: it cannot be read."""
     place = os.fspath(path)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -211,6 +207,16 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Node, list[Fault]]:
         raise ConfigError([Fault(Origin(place), f"not UTF-8 text (byte {error.start}).")]) from None
     except OSError as error:
         raise ConfigError([Fault(Origin(place), f"cannot be read: {error.strerror}.")]) from None
+    return place, text
+
+
+def read_yaml(path: str | os.PathLike[str]) -> tuple[Node, list[Fault]]:
+    """Reads a YAML file whose top level is a mapping.
+
+    Returns: the tree, and the faults of single values and keys, which the rest of the tree can do without.
+    Raises: ConfigError: the file cannot be read, or is no YAML at all.
+    """
+    place, text = read_text(path)
     reading = _Reading(place, lines=True)
     root = reading.tree(text)
     if root.value is BROKEN:

@@ -2,11 +2,10 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from shardlight.framework.faults import ConfigError, Fault, Origin
-from shardlight.framework.source import Node, read_yaml
+from shardlight.framework.source import Node, read_text, read_yaml
 
 Kind = Literal["deepspeed", "accelerate"]
 MAX_DEPTH = 50
@@ -20,13 +19,7 @@ def read_source(path: str | os.PathLike[str]) -> Node:
 
     Raises: ConfigError: with file and line, where it cannot be read.
     """
-    place = os.fspath(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError([Fault(Origin(place), f"not UTF-8 text (byte {error.start}).")]) from None
-    except OSError as error:
-        raise ConfigError([Fault(Origin(place), f"cannot be read: {error.strerror}.")]) from None
+    place, text = read_text(path)
     if place.lower().endswith(".json") or text.lstrip()[:1] == "{":
         return _Json(text, place).read()
     tree, faults = read_yaml(path)

@@ -41,10 +41,10 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
-            said = _passed_over(paths, damaged)
+            said = _passed_over(paths, damaged, fitting)
             damaged.append(Path(path))
             rank_zero_warn(f"{path} is skipped: {str(error).removeprefix(f'{path} ').removeprefix(f'{path}/')}")
-            for line in _passed_over(paths, damaged):
+            for line in _passed_over(paths, damaged, fitting):
                 if line not in said:
                     rank_zero_warn(line)
     if not fitting:
@@ -52,9 +52,9 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
     return None
 
 
-def _passed_over(paths: Sequence[Any], damaged: Sequence[Path]) -> tuple[str, ...]:
+def _passed_over(paths: Sequence[Any], damaged: Sequence[Path], fitting: bool) -> tuple[str, ...]:
     """Returns a line for each that cannot be used, and would come before the first of `paths` that is not damaged."""
-    return find(dict.fromkeys(Path(path).parent.parent for path in paths), damaged=damaged).skipped
+    return find(dict.fromkeys(Path(path).parent.parent for path in paths), training=fitting, damaged=damaged).skipped
 
 
 def _open_together(engine: Engine | None, path: Any, fitting: bool) -> CheckpointReader | LightningFile:
