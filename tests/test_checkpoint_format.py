@@ -135,7 +135,7 @@ def test_parts_of_any_size_make_one_file_with_a_checksum_of_each_chunk(tmp_path,
         70_000,
         CHUNK_BYTES,
         3 * CHUNK_BYTES + 5,
-        9 * CHUNK_BYTES,
+        9 << 20,
         12,
         *(drawn.choices([7, 65_535, 65_536], k=60)),
     ]
@@ -196,6 +196,16 @@ def test_values_are_converted_to_what_they_are_read_into(tmp_path):
     out = torch.zeros(3)
     CheckpointReader(folder).read_into(out, "w", 2)
     assert out.tolist() == [2.0, 3.0, 4.0]
+
+
+def test_autograd_knows_of_what_is_read_into_a_tensor(tmp_path):
+    folder = write_checkpoint(tmp_path / "c", [[("w", torch.arange(3.0), None, 0)]])
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    CheckpointReader(folder).read_into(weight.detach(), "w")
+    assert weight.tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def sample(folder):
@@ -274,7 +284,7 @@ def test_a_damaged_byte_is_named_and_only_who_reads_it_stops(tmp_path):
     flip(path, 8 * (CHUNK_BYTES + 5))
     reader = CheckpointReader(folder)
     assert reader.read("model/large", 0, 333_333).shape == (333_333,)
-    with pytest.raises(CheckpointError, match=r"rank-00001.* damaged between byte 1,048,576 and 1,4.*CRC-32"):
+    with pytest.raises(CheckpointError, match=r"rank-00001.* damaged between byte 262,144 and 524,288: .*CRC-32"):
         reader.read("model/large")
     reader.verify(wanted=lambda name: name.startswith("small/"))
     shares = []
@@ -408,6 +418,28 @@ def test_a_manifest_of_another_kind_or_size_is_refused(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(CheckpointError, match="which no manifest has"):
         CheckpointReader(tmp_path)
+
+
+def test_a_checkpoint_with_chunks_of_a_mebibyte_opens(tmp_path):
+    """As they were before."""
+    folder, old = sample(tmp_path / "c"), 1 << 20
+    values = {n: read_all(folder).read(n) for n in read_all(folder).names()}
+
+    def widen(content):
+        content["chunk_bytes"] = old
+        for file in content["files"]:
+            data = (folder / file["name"]).read_bytes()
+            file["crc32"] = "".join(f"{zlib.crc32(data[at : at + old]):08x}" for at in range(0, len(data), old))
+
+    edit(folder, widen)
+    reader = read_all(folder)
+    assert all(torch.equal(bits(reader.read(n)), bits(v)) for n, v in values.items())
+    assert torch.equal(reader.read("model/large", 270_001, 600_003), values["model/large"][270_001:600_003])
+    (folder / MANIFEST).write_bytes(Manifest(reader.content, reader.files, reader.tensors).to_bytes())
+    assert Manifest.read(folder).files == reader.files
+    flip(folder / "rank-00001.safetensors", 8 * (old + 5))
+    with pytest.raises(CheckpointError, match=r"rank-00001.* damaged between byte 1,048,576 and 1,4.*CRC-32"):
+        read_all(folder)
 
 
 def test_links_and_pipes_are_not_followed(tmp_path):

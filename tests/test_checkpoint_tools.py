@@ -184,7 +184,7 @@ def flip(path, at):
 
 def test_verify_names_the_bytes_that_are_damaged(large):
     code, out, _ = here("verify", large)
-    assert (code, out) == (0, f"{large}: 4.2 MB, as it was saved\n")
+    assert (code, out) == (0, f"{large}: 1.0 MB, as it was saved\n")
     file = large / "rank-00000.safetensors"
     for at in (5, CHUNK_BYTES + 7, 2 * CHUNK_BYTES, file.stat().st_size - 1):
         flip(file, at)
@@ -192,13 +192,13 @@ def test_verify_names_the_bytes_that_are_damaged(large):
     code, out, _ = here("verify", large)
     assert code == 1 and out.splitlines() == [
         f"{large}: BROKEN",
-        f"  {file} is damaged between byte 0 and 3,145,728: it does not have the CRC-32 it was saved with.",
-        f"  {file} is damaged between byte 4,194,304 and {file.stat().st_size:,}: it does not have the CRC-32 it was "
+        f"  {file} is damaged between byte 0 and 786,432: it does not have the CRC-32 it was saved with.",
+        f"  {file} is damaged between byte 1,048,576 and {file.stat().st_size:,}: it does not have the CRC-32 it was "
         "saved with.",
         "  not a part of it: notes.txt",
     ]
     os.truncate(file, 100)
-    assert here("verify", large)[1].splitlines()[1].startswith(f"  {file} has 100 bytes, not 4,19")
+    assert here("verify", large)[1].splitlines()[1].startswith(f"  {file} has 100 bytes, not 1,04")
     file.unlink()
     assert here("verify", large)[1].splitlines()[1] == f"  {file} is missing."
     (large / "manifest.json").write_text("{}")
@@ -230,7 +230,7 @@ def test_verify_of_a_run_folder_is_a_line_for_each_checkpoint(large, tmp_path):
     flip(large.parent / "step-9" / "rank-00000.safetensors", 3)
     (large.parent / "step-12").mkdir()
     code, out, _ = here("verify", run / "checkpoints")
-    assert code == 1 and [line.split(": ")[1] for line in out.splitlines()[:2]] == ["4.2 MB, as it was saved", "BROKEN"]
+    assert code == 1 and [line.split(": ")[1] for line in out.splitlines()[:2]] == ["1.0 MB, as it was saved", "BROKEN"]
     code, out, _ = here("verify", run)
     assert code == 1 and "step-12 is not a complete checkpoint: it has no manifest.json" in out
 

@@ -152,6 +152,10 @@ class LightningFile:
         part = tensor if start == 0 and stop is None else tensor.reshape(-1)[start:stop]
         return part.clone()  # not the file itself
 
+    def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
+        """Overwrites `out`, (n,), with elements [start, start + n) of a flattened tensor, converted to its dtype."""
+        out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
+
     def verify(self, share: tuple[int, int] = (0, 1), wanted: Callable[[str], bool] | None = None) -> None:
         """Does nothing: there are no checksums."""
 

@@ -4,7 +4,7 @@
     step-20/rank-00000.safetensors   the pieces that rank 0 wrote
 
 [Note: checksums] The manifest has one line with a SHA-256 of all that follows, and of every file its length and a
-CRC-32 of each chunk of `CHUNK_BYTES`: no byte of a checkpoint is outside of a checksum. Nothing in a file is
+CRC-32 of each chunk of `chunk_bytes`: no byte of a checkpoint is outside of a checksum. Nothing in a file is
 interpreted but by what the manifest says of it; that a file is in the safetensors format is for other programs.
 """
 
@@ -26,9 +26,12 @@ from shardlight.strategies.errors import CheckpointError
 FORMAT = "shardlight-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
-CHUNK_BYTES = 1 << 20
-_MAX_BYTES = 1 << 28
-"""Of a manifest that is read: some millions of pieces."""
+CHUNK_BYTES = 1 << 18
+"""Of a file's chunks. A range is read in whole chunks: with smaller ones less is read that nobody asked for."""
+KNOWN_CHUNK_BYTES = (CHUNK_BYTES, 1 << 20)
+"""Of files that are opened."""
+_MAX_BYTES = 1 << 29
+"""Of a manifest: some millions of pieces, or the checksums of 16 TB."""
 _MAX_DIMS = 64
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2,
@@ -47,20 +50,31 @@ class StoredFile:
     name: str
     nbytes: int
     crc32: tuple[int, ...]
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def n_chunks(self) -> int:
+        """Returns how many chunks it has."""
+        return n_chunks(self.nbytes, self.chunk_bytes)
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """Returns the bytes of chunks [first, stop)."""
+        return first * self.chunk_bytes, min(stop * self.chunk_bytes, self.nbytes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data; see `from_json`."""
         return {"name": self.name, "bytes": self.nbytes, "crc32": "".join(f"{c:08x}" for c in self.crc32)}
 
     @classmethod
-    def from_json(cls, data: Any) -> "StoredFile":
+    def from_json(cls, data: Any, chunk_bytes: int) -> "StoredFile":
         """Raises: CheckpointError: the name is not that of a rank's file, or checksums do not fit the length."""
         name, nbytes, text = data["name"], _natural(data["bytes"]), data["crc32"]
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{name!r} is no name of a file of a checkpoint")
-        if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]*", text) or len(text) != 8 * n_chunks(nbytes):
+        fits = isinstance(text, str) and len(text) == 8 * n_chunks(nbytes, chunk_bytes)
+        if not fits or not re.fullmatch(r"[0-9a-f]*", text):
             raise CheckpointError(f"{name}: the checksums do not fit its {nbytes} bytes")
-        return cls(name, nbytes, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
+        return cls(name, nbytes, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)), chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -139,9 +153,11 @@ class Manifest:
             raise CheckpointError(_what_to_pass(folder))
         content = _read_content(folder / MANIFEST)
         try:
-            if _natural(content["chunk_bytes"]) != CHUNK_BYTES:
-                raise CheckpointError(f"chunk_bytes is {content['chunk_bytes']}, not {CHUNK_BYTES}")
-            files = [StoredFile.from_json(f) for f in _a(list, content["files"])]
+            chunk_bytes = _natural(content["chunk_bytes"])
+            if chunk_bytes not in KNOWN_CHUNK_BYTES:
+                known = " or ".join(map(str, KNOWN_CHUNK_BYTES))
+                raise CheckpointError(f"chunk_bytes is {chunk_bytes}, not {known}")
+            files = [StoredFile.from_json(f, chunk_bytes) for f in _a(list, content["files"])]
             if len({f.name for f in files}) != len(files):
                 raise CheckpointError("two files have one name")
             stored = _a(dict, content["tensors"])
@@ -159,11 +175,12 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Returns the file's content; see [Note: checksums].
 
-        Raises: CheckpointError: text or a number that JSON cannot express.
+        Raises: CheckpointError: text or a number that JSON cannot express; more than what would be read again.
         """
+        (chunk_bytes,) = {f.chunk_bytes for f in self.files} or {CHUNK_BYTES}
         stored = {
             **self.content,
-            "chunk_bytes": CHUNK_BYTES,
+            "chunk_bytes": chunk_bytes,
             "files": [f.to_json() for f in self.files],
             "tensors": {n: t.to_json() for n, t in self.tensors.items()},
         }
@@ -173,12 +190,14 @@ class Manifest:
             raise CheckpointError(f"the manifest cannot be written as JSON: {error}.") from None
         digest = hashlib.sha256(text + _TAIL).hexdigest()
         head = f'{{"format": "{FORMAT}", "version": {VERSION}, "sha256": "{digest}",\n"content": '
+        if len(text) > _MAX_BYTES - len(head) - len(_TAIL):
+            raise CheckpointError(f"the manifest would have {len(text):,} bytes, more than {_MAX_BYTES:,}.")
         return head.encode() + text + _TAIL
 
 
-def n_chunks(nbytes: int) -> int:
-    """Returns how many chunks a file has."""
-    return -(-nbytes // CHUNK_BYTES)
+def n_chunks(nbytes: int, chunk_bytes: int) -> int:
+    """Returns how many chunks so many bytes have."""
+    return -(-nbytes // chunk_bytes)
 
 
 def open_plain(path: Path) -> int:

@@ -2,17 +2,17 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from shardlight.ops.crc32 import crc32
+from shardlight.ops.crc32 import crc32_chunks
 from shardlight.strategies.checkpoint.boxes import Box, boxes_of_range, strides_of
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import (
-    CHUNK_BYTES,
     ITEMSIZE,
+    KNOWN_CHUNK_BYTES,
     Manifest,
     StoredPiece,
     StoredTensor,
@@ -24,6 +24,10 @@ from torch import Tensor
 
 _AT_ONCE = 1 << 22
 """Elements that are read at once into a tensor that is there already."""
+_RUN_BYTES = max(1 << 20, *KNOWN_CHUNK_BYTES)
+"""Of whole chunks that are read by one call: what a cache holds until their checksums are taken."""
+_KEPT = 8
+"""Chunks that were needed in part, the last ones: a rank reads from several files in turn."""
 
 
 class CheckpointReader:
@@ -39,9 +43,8 @@ class CheckpointReader:
         self.files = manifest.files
         self.tensors: dict[str, StoredTensor] = manifest.tensors
         self._open: dict[int, int] = {}
-        self._room = memoryview(bytearray(CHUNK_BYTES))
-        self._checked: tuple[int, int] | None = None
-        """File and number of the chunk that is in `_room`."""
+        self._kept: dict[tuple[int, int], memoryview] = {}
+        """Chunks by file and number; the one that was used last is at the end."""
 
     def __del__(self) -> None:
         for file in getattr(self, "_open", {}).values():
@@ -109,6 +112,8 @@ class CheckpointReader:
             out.copy_(self._part(tensor, piece, span, box.sizes))
         else:
             self._fill(memory, piece.file, piece.at + span[0] * ITEMSIZE[tensor.dtype])
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # as every other change of it does
 
     def _part(self, tensor: StoredTensor, piece: StoredPiece, span: tuple[int, int], sizes: tuple[int, ...]) -> Tensor:
         """Returns the box of `sizes` whose first and last elements are `span` in a piece's row-major memory."""
@@ -120,43 +125,53 @@ class CheckpointReader:
 
     def _fill(self, out: memoryview, file: int, start: int) -> None:
         """Overwrites `out` with bytes of a file from `start` on, of chunks that are as they were written."""
-        stop = start + len(out)
-        for number in range(start // CHUNK_BYTES, n_chunks(stop)):
-            at, length = number * CHUNK_BYTES, self._length(file, number)
-            low, high = max(start, at), min(stop, at + length)
-            part = out[low - start : high - start]
-            if high - low == length:
-                self._read(part, file, number)  # straight to where it is wanted
+        stored, stop = self.files[file], start + len(out)
+        while start < stop:
+            number = start // stored.chunk_bytes
+            at, end = stored.span(number, number + 1)
+            if start > at or stop < end:
+                end = min(end, stop)
+                out[: end - start] = self._chunk(file, number)[start - at : end - at]
             else:
-                part[:] = self._chunk(file, number)[low - at : high - at]
-
-    def _length(self, file: int, number: int) -> int:
-        return min(CHUNK_BYTES, self.files[file].nbytes - number * CHUNK_BYTES)
+                last = stored.n_chunks if stop == stored.nbytes else stop // stored.chunk_bytes
+                _, end = stored.span(number, min(last, number + _RUN_BYTES // stored.chunk_bytes))
+                self._read(out[: end - start], file, number)  # straight to where it is wanted
+            out, start = out[end - start :], end
 
     def _chunk(self, file: int, number: int) -> memoryview:
-        """Returns a chunk, until another one is asked for."""
-        found = self._room[: self._length(file, number)]
-        if self._checked != (file, number):
-            self._checked = None
+        """Returns a chunk; several times, it is read once."""
+        found = self._kept.pop((file, number), None)
+        if found is None:
+            start, stop = self.files[file].span(number, number + 1)
+            found = memoryview(bytearray(stop - start))
             self._read(found, file, number)
-            self._checked = file, number
+            if len(self._kept) == _KEPT:
+                del self._kept[next(iter(self._kept))]
+        self._kept[file, number] = found
         return found
 
-    def _read(self, out: memoryview, file: int, number: int) -> None:
-        """Reads a chunk. Raises: CheckpointError: it is damaged."""
+    def _read(self, out: memoryview, file: int, first: int) -> None:
+        """Reads whole chunks that follow each other. Raises: CheckpointError: one of them is damaged."""
         stored, want = self.files[file], len(out)
+        start = first * stored.chunk_bytes
         try:
             if file not in self._open:
                 self._open[file] = open_plain(self.path / stored.name)
-            got = _read_all(self._open[file], out, number * CHUNK_BYTES)
+            got = _read_all(self._open[file], out, start)
         except OSError as error:
             raise CheckpointError(f"{self.path / stored.name} cannot be read: {error}.") from None
-        if got < want or crc32(out) != stored.crc32[number]:
+        if got < want:
             raise CheckpointError(
-                f"{self.path / stored.name} is damaged between byte {number * CHUNK_BYTES:,} and "
-                f"{number * CHUNK_BYTES + want:,}: "
-                + (f"it ends after {got} of them." if got < want else "it does not have the CRC-32 it was saved with.")
+                f"{self.path / stored.name} is damaged between byte {start:,} and {start + want:,}: it ends after "
+                f"{got} of them."
             )
+        for number, crc32 in enumerate(crc32_chunks(out, stored.chunk_bytes), first):
+            if crc32 != stored.crc32[number]:
+                start, stop = stored.span(number, number + 1)
+                raise CheckpointError(
+                    f"{self.path / stored.name} is damaged between byte {start:,} and {stop:,}: it does not have the "
+                    "CRC-32 it was saved with."
+                )
 
     def verify(self, share: tuple[int, int] = (0, 1), wanted: Callable[[str], bool] | None = None) -> None:
         """Reads chunks and compares them with their checksums.
@@ -168,20 +183,34 @@ class CheckpointReader:
         """
         chunks = list(self._chunks_of(wanted))
         rank, world = share
-        for file, number in chunks[len(chunks) * rank // world : len(chunks) * (rank + 1) // world]:
-            self._chunk(file, number)
+        room = memoryview(bytearray(_RUN_BYTES))
+        for file, first, stop in self._runs(chunks[len(chunks) * rank // world : len(chunks) * (rank + 1) // world]):
+            start, end = self.files[file].span(first, stop)
+            self._read(room[: end - start], file, first)
+
+    def _runs(self, chunks: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Yields (file, first, stop) of chunks that follow each other, as many as are read by one call."""
+        at = 0
+        while at < len(chunks):
+            file, first = chunks[at]
+            most, n = _RUN_BYTES // self.files[file].chunk_bytes, 1
+            while n < most and chunks[at + n : at + n + 1] == [(file, first + n)]:
+                n += 1
+            yield file, first, first + n
+            at += n
 
     def _chunks_of(self, wanted: Callable[[str], bool] | None) -> Iterator[tuple[int, int]]:
         if wanted is None:
             for file, stored in enumerate(self.files):
-                yield from ((file, number) for number in range(n_chunks(stored.nbytes)))
+                yield from ((file, number) for number in range(stored.n_chunks))
             return
         found = set()
         for name, tensor in self.tensors.items():
             if wanted(name):
                 for piece in tensor.pieces:
-                    end = piece.at + piece.box.numel * ITEMSIZE[tensor.dtype]
-                    found.update((piece.file, n) for n in range(piece.at // CHUNK_BYTES, n_chunks(end)))
+                    size, nbytes = self.files[piece.file].chunk_bytes, piece.box.numel * ITEMSIZE[tensor.dtype]
+                    numbers = range(piece.at // size, n_chunks(piece.at + nbytes, size))
+                    found.update((piece.file, n) for n in numbers)
         yield from sorted(found)
 
 

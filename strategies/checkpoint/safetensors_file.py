@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from shardlight.ops.crc32 import crc32
+from shardlight.ops.crc32 import crc32, crc32_chunks
 from shardlight.strategies.checkpoint.disk import start_writing, write_all
 from shardlight.strategies.checkpoint.dtypes import NAMES
 from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, StoredFile
@@ -16,10 +16,12 @@ from torch import Tensor
 
 _SMALL_BYTES = 1 << 16
 """Below it parts are copied together, since a call costs more than a copy."""
-_STARTED_BYTES = 8 * CHUNK_BYTES
+_AT_ONCE_BYTES = max(1 << 20, CHUNK_BYTES)
+"""That are written by one call, while a cache still has what their checksums were taken of."""
+_STARTED_BYTES = 8 << 20
 """That the system begins to bring to disk at once."""
 _PAGE_BYTES = 1 << 12
-_STAGED_BYTES = 16 * CHUNK_BYTES
+_STAGED_BYTES = 16 << 20
 """Of a tensor on a GPU, copied at once."""
 _ALIGNED_BYTES = 64
 
@@ -100,11 +102,12 @@ class ChecksummedFile:
         """Writes bytes."""
         left = memoryview(data)
         while left.nbytes:
-            part = left[: CHUNK_BYTES - self._nbytes % CHUNK_BYTES]
-            if self._nbytes % CHUNK_BYTES:
+            missing = -self._nbytes % CHUNK_BYTES
+            part = left[: missing or _AT_ONCE_BYTES]
+            if missing:
                 self._crc32[-1] = crc32(part, self._crc32[-1])
             else:
-                self._crc32.append(crc32(part))
+                self._crc32 += crc32_chunks(part, CHUNK_BYTES)
             self._nbytes += part.nbytes
             left = left[part.nbytes :]
             if part.nbytes < _SMALL_BYTES:
@@ -112,7 +115,7 @@ class ChecksummedFile:
             else:
                 self._write_rest()
                 self._write(part)
-        if len(self._rest) >= CHUNK_BYTES:
+        if len(self._rest) >= _AT_ONCE_BYTES:
             self._write_rest()
 
     def _write_rest(self) -> None:

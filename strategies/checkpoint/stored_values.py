@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.reader import CheckpointReader
-from shardlight.strategies.checkpoint.weights import compare, write
+from shardlight.strategies.checkpoint.weights import WeightSource, compare, write
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
@@ -80,7 +80,7 @@ def stored_state(reader: Reader) -> dict[str, Tensor]:
     return found
 
 
-class EditedState:
+class EditedState(WeightSource):
     """A state dict of stored and ordinary tensors as a source of weights; see WeightSource.
 
     Args:
@@ -122,6 +122,14 @@ class EditedState:
                 return self._reader.read(value.stored_name, start, stop)
             value = value.changed
         return value.detach().reshape(-1)[start:stop]
+
+    def read_into(self, out: Tensor, name: str, start: int) -> None:
+        """See WeightSource."""
+        value = self._state[name]
+        if isinstance(value, StoredValue) and value.changed is None:
+            self._reader.read_into(out, value.stored_name, start)
+        else:
+            super().read_into(out, name, start)
 
 
 def load_state(engine: Engine, weights: EditedState, state: Mapping[str, Any], strict: bool) -> None:

@@ -51,8 +51,15 @@ class WeightSource(Protocol):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: they cannot be read."""
 
+    def read_into(self, out: Tensor, name: str, start: int) -> None:
+        """Overwrites `out`, (n,), with elements [start, start + n) of the flattened tensor; see `read`.
 
-class TensorDict:
+        They are converted to its dtype. Sources that can read to where they are kept do it without a copy.
+        """
+        out.copy_(self.read(name, start, start + out.numel()))
+
+
+class TensorDict(WeightSource):
     """A dict of tensors as a source; what is not a tensor is left out."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -80,7 +87,7 @@ class TensorDict:
         return self._tensors[name].detach().reshape(-1)[start:stop]
 
 
-class SavedModel:
+class SavedModel(WeightSource):
     """The weights of a checkpoint as a source.
 
     Args:
@@ -115,13 +122,17 @@ class SavedModel:
         """See WeightSource."""
         return self._reader.read(self.key(name), start, stop)
 
+    def read_into(self, out: Tensor, name: str, start: int) -> None:
+        """See WeightSource."""
+        self._reader.read_into(out, self.key(name), start)
+
     def verify(self, share: tuple[int, int]) -> None:
         """Compares a share of the weights with their checksums. Raises: CheckpointError: see CheckpointReader."""
         used = {self.key(n) for n in self._names}
         self._reader.verify(share, used.__contains__)
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(WeightSource):
     """A safetensors file, or a folder with one or with the index of several, as a source.
 
     Raises: CheckpointError: there is no such file, or it cannot be read.
@@ -363,11 +374,14 @@ def _write(engine: Engine | None, weights: WeightSource, tensor: Tensor, source:
     if piece is not None:
         start, part = piece
         if part.numel():
-            part.copy_(weights.read(source, start, start + part.numel()))
+            weights.read_into(part, source, start)
         return
 
     def read(out: Tensor) -> None:
-        out.copy_(weights.read(source, 0, out.numel()).view(out.shape))
+        if out.is_contiguous():
+            weights.read_into(out.view(-1), source, 0)
+        else:
+            out.copy_(weights.read(source, 0, out.numel()).view(out.shape))
 
     if is_deferred(tensor):
         note_overwrite(read, tensor)

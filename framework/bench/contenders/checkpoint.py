@@ -24,6 +24,7 @@ from shardlight.framework.bench.sizes import Size
 from shardlight.framework.bench.turns import Turns
 from shardlight.ops.crc32 import crc32_chunks
 from shardlight.strategies.checkpoint import trainer_state
+from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.plan import PLANS
 from torch import Tensor
@@ -33,7 +34,6 @@ from torch.distributed.tensor import DTensor
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PERIOD = 8191
 """Of the values; no number of columns divides by it."""
-CHUNK_BYTES = 1 << 20
 
 Part = tuple[Tensor, int, int]
 """A flat part of a tensor in memory, its first element's place in the whole, and the number of the tensor."""
