@@ -26,12 +26,17 @@ from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
 from shardlight.strategies import STRATEGIES, MixedFP16, ShardedStrategy, deferred_init
 from shardlight.strategies.errors import ShardlightError
+from shardlight.strategies.notices import show_plainly
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
 
 def quiet() -> None:
-    """Keeps notices of the libraries that a user can do nothing about off the screen; warnings of theirs stay."""
+    """Keeps notices of the libraries that a user can do nothing about off the screen; warnings of theirs stay.
+
+    Our own are shown as their text alone.
+    """
+    show_plainly()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Of each run we know: it has a folder of its own, and only a fit has the callbacks of a fit.

@@ -1,12 +1,12 @@
 """`checkpoint.export_every_n_steps`: full weights of a run while it trains, for whoever evaluates or serves them."""
 
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from shardlight.strategies.checkpoint.hf import describe_models
 from shardlight.strategies.checkpoint.live_export import export_running
+from shardlight.strategies.notices import notify
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 
@@ -53,8 +53,7 @@ class WeightExports(Callback):
         if left_out and not self._warned and trainer.is_global_zero:
             self._warned = True
             names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-            warnings.warn(
+            notify(
                 f"exports hold the transformers model alone, as from_pretrained opens it, and not {names}: for all of "
-                "the module use `shardlight export` on a checkpoint.",
-                stacklevel=2,
+                "the module use `shardlight export` on a checkpoint."
             )

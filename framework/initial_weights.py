@@ -2,9 +2,9 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.framework.schema import InitFromConfig
 from shardlight.strategies import load_weights
+from shardlight.strategies.notices import notify
 
 
 class InitialWeights(Callback):
@@ -48,4 +48,4 @@ class InitialWeights(Callback):
         config = self.config
         report = load_weights(module, config.path, strict=config.strict, rename=config.rename or None)
         if report.fault(config.path):
-            rank_zero_info(f"init_from: {report.fault(config.path)}")
+            notify(f"init_from: {report.fault(config.path)}")

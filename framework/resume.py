@@ -11,6 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from shardlight.framework.schema import AUTO, Config
 from shardlight.strategies.checkpoint.candidates import FOLDER, find, tidy
+from shardlight.strategies.checkpoint.opening import open_to_go_on
+from shardlight.strategies.checkpoint.show import checkpoint_folder
+from shardlight.strategies.checkpoint.weights import open_weights
 from shardlight.strategies.errors import CheckpointError
 
 VARIABLE = "SHARDLIGHT_RESUME"
@@ -39,19 +42,28 @@ def run_folders(config: Config) -> list[Path]:
 
 
 def choose(config: Config, verb: str, env: Mapping[str, str] | None = None) -> Choice:
-    """Finds what a run goes on from; changes nothing on the disk.
+    """Finds what a run goes on from, and opens it and what `init_from` names; changes nothing on the disk.
 
     Args:
         verb: what will run: only a fit and a start from given weights (init_from) go without a checkpoint.
         env: of a worker whose supervisor has chosen already: there it says what.
-    Raises: CheckpointError: `auto` found nothing for an evaluation.
+    Raises: CheckpointError: `auto` found nothing for an evaluation; what is named is missing, or is something else.
     """
+    if env is not None and VARIABLE in env:
+        return Choice(tuple(json.loads(env[VARIABLE])))
+    choice = _choose(config, verb)
+    if config.resume is not None and config.resume.path != AUTO:
+        open_to_go_on(checkpoint_folder(config.resume.path), verb == "fit")
+    elif config.init_from is not None and not choice.paths:
+        open_weights(config.init_from.path)
+    return choice
+
+
+def _choose(config: Config, verb: str) -> Choice:
     if config.resume is None:
         return FRESH
     if config.resume.path != AUTO:
         return Choice((config.resume.path,))
-    if env is not None and VARIABLE in env:
-        return Choice(tuple(json.loads(env[VARIABLE])))
     found = find(run_folders(config), training=verb == "fit")
     where = Path(config.run.dir) / (config.run.name or "run")
     if not found.paths and verb != "fit" and config.init_from is None:

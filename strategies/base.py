@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.modules import refuse_unresolved
 from shardlight.strategies.checkpoint.reader import CheckpointReader
@@ -29,6 +29,7 @@ from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.loss_log import LossLog
+from shardlight.strategies.notices import notify
 from shardlight.strategies.options import OPTIONS, make_options
 from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_groups
@@ -377,7 +378,7 @@ class ShardedStrategy(Saving):
                 "the learning rate, clip gradients, or look at the data (trainer.detect_anomaly names the operation)."
             )
         scale = "" if loss_scale is None else f" The loss scale is {loss_scale.scale:g} now."
-        rank_zero_warn(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.{scale}")
+        notify(f"a step was skipped on all ranks: the gradients of {which} are inf or NaN.{scale}")
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last step changed nothing."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint.parts import SHARDED, OwnedPart, StoredParts
 from shardlight.strategies.errors import StrategyError
+from shardlight.strategies.notices import notify
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class ShardedEMA(pl.Callback):
                 average = stored.read(PREFIX + name, piece[0], piece[0] + part.numel())
                 self._averages[name] = average.to(part.device, _wide(part.dtype), copy=True)
         if not self._averages and checkpoint.get("global_step"):
-            rank_zero_warn(
+            notify(
                 "ShardedEMA: the checkpoint has no average; it begins with the checkpoint's weights. If it should have "
                 "one: it was saved without ShardedEMA, or before start_step."
             )

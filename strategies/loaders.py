@@ -9,9 +9,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.errors import CheckpointError, StrategyError
+from shardlight.strategies.notices import notify
 from shardlight.strategies.random_state import Generators, random_state, set_random_state
 from shardlight.strategies.read_log import ReadLog
 from shardlight.strategies.sample_order import Deal, Order, order_of, watched_iterator
@@ -175,7 +175,7 @@ class LockstepLoader:
         have = self._agree(more)
         if any(have) and not all(have):
             ended = [r for r, h in enumerate(have) if not h]
-            rank_zero_warn(
+            notify(
                 f"the training data of rank {', '.join(map(str, ended))} ended after {self._read} batches while "
                 "other ranks have more: the epoch ends here on all ranks (at the shortest)."
             )
@@ -231,7 +231,7 @@ class LockstepLoader:
             self._check_length(state["order"])
             rest = self._deal(state)
             if rest.repeated_to_fill:
-                rank_zero_warn(
+                notify(
                     f"{self._name}: what is left of the epoch is less than one batch for each of {ranks} ranks: it is "
                     "filled up with samples that the epoch has had before, since drop_last would leave none."
                 )
@@ -239,13 +239,13 @@ class LockstepLoader:
         else:
             length = state["order"]["length"] if "order" in state else state["length"]
             if length != self._dataset_length:
-                rank_zero_warn(
+                notify(
                     f"{self._name} has {self._dataset_length} samples and had {length} when the checkpoint was saved "
                     f"in the middle of an epoch: each rank passes over its first {batches} batches, whatever they hold."
                 )
             if not same or "order" in state:
                 why = "its ranks did not share one" if known else self._why_unknown
-                rank_zero_warn(
+                notify(
                     f"{self._name}: of the half-done epoch {state['samples']} samples were read in batches of "
                     f"{state['batch_size']} on each of {state['ranks']} ranks; on {ranks}, with batches of {size}, "
                     f"each rank passes over its first {batches} batches. The order is not known to shardlight ({why}): "
@@ -274,7 +274,7 @@ class LockstepLoader:
                 "checkpoint of an epoch's end."
             )
         if now > before:
-            rank_zero_warn(
+            notify(
                 f"{self._name} has {now} samples and had {before} when the checkpoint was saved in the middle of an "
                 "epoch: that epoch ends with the samples it began with, the new ones come from the next epoch on."
             )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from shardlight.strategies.notices import notify
 from torch import Tensor
 
 LOSSES = "losses"
@@ -35,7 +35,7 @@ class LossLog:
         if not self._losses:
             return
         if LOSSES in checkpoint:
-            rank_zero_warn(
+            notify(
                 f"the checkpoint's own log of losses is left out: its key '{LOSSES}' was taken in on_save_checkpoint. "
                 "Choose another key there."
             )

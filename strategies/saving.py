@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.disk import remove_folder
 from shardlight.strategies.checkpoint.lightning_file import LightningFile
@@ -24,6 +23,7 @@ from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.window import Window
 from shardlight.strategies.errors import CheckpointError, CollectiveError
 from shardlight.strategies.loss_log import LossLog
+from shardlight.strategies.notices import Notice, notify
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.ranks import RankCalls
 from torch import nn
@@ -87,6 +87,7 @@ class Saving(RankCalls):
                 raise
             warnings.warn(
                 f"{path}: not saved: a checkpoint after an error takes all ranks, and not all are here. {error}",
+                category=Notice,
                 stacklevel=2,
             )
 
@@ -103,7 +104,11 @@ class Saving(RankCalls):
         if before[0] is window and before[1] == window.micro_batches:
             return True
         if self.interrupted:
-            warnings.warn(f"{path}: saved without accumulated gradients, as the error came in a batch.", stacklevel=2)
+            warnings.warn(
+                f"{path}: saved without accumulated gradients, as the error came in a batch.",
+                category=Notice,
+                stacklevel=2,
+            )
         elif ((before[0] is window and before[1]) or window.carried) and self.engine.gradients.unfinished() is not None:
             raise CheckpointError(
                 f"{path}: a checkpoint inside batch {progress.ready - 1}, whose gradients are added up with those of "
@@ -153,14 +158,14 @@ class Saving(RankCalls):
             self._reader.name_parameters([[[name(p) for p in g["params"]] for g in o.param_groups] for o in optimizers])
         fresh, unused = trainer_state.load_optimizers(self.engine, self._reader, optimizers, self._skip)
         if fresh:
-            rank_zero_warn(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
+            notify(f"{self._reader.path} was saved without optimizer state of {_some(fresh)}: it starts anew.")
         if unused:
-            rank_zero_warn(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
+            notify(f"{self._reader.path} has optimizer state of {_some(unused)}, which no optimizer has here.")
         load_window(self.engine, self._reader, self._skip)
         self._losses.take_from(checkpoint)
         saved_by = self._reader.content["world_size"]
         if saved_by is None:
-            rank_zero_warn(
+            notify(
                 f"{self._reader.path} is Lightning's own: it has no random numbers and no position in the data, so "
                 "that an epoch it is in the middle of has its first samples again."
             )
@@ -171,7 +176,7 @@ class Saving(RankCalls):
                 self._randomness.resume(saved)
                 self._data_position().resume(saved)
             else:
-                rank_zero_warn(
+                notify(
                     f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights "
                     "and optimizer state are the same, and so are the samples that are left of an epoch; random "
                     "numbers, such as those of dropout, and which rank has which sample are not."
@@ -201,7 +206,7 @@ class Saving(RankCalls):
             try:
                 path.unlink() if path.is_file() else remove_folder(path)
             except OSError as error:
-                rank_zero_warn(f"{path} cannot be removed: {error}.")
+                notify(f"{path} cannot be removed: {error}.")
 
 
 def _plain_state(module: nn.Module | None) -> dict[str, Any]:

@@ -345,6 +345,7 @@ def test_the_command_names_what_it_wrote(saved, tmp_path, monkeypatch):
     assert len(list(Path("step-2-safetensors").glob("*.safetensors"))) == 2
     assert here("export", saved, "--only", "trainable", "--out", "t")[0] == 0
     assert load_file("t").keys() == {"embed", "head"}
+    assert here("export", saved, "--out", "new/t")[0] == 0 and len(load_file("new/t")) == 3
 
 
 @pytest.mark.parametrize(
@@ -360,6 +361,12 @@ def test_the_command_names_what_it_wrote(saved, tmp_path, monkeypatch):
         (["run"], 1, "run is a folder of checkpoints: pass one of them, such as run/checkpoints/step-2."),
         (["{saved}/rank-00000.safetensors"], 1, "is a file, and checkpoints here are folders: pass "),
         (["nowhere"], 1, "nowhere: there is no such folder."),
+        (
+            ["{saved}", "--out", "a/b/c"],
+            1,
+            "a/b/c cannot be written: neither a/b is there nor the folder it would be in.",
+        ),
+        (["{saved}", "--out", "a/b/c", "--max-shard-size", "1GB"], 1, "a/b/c cannot be written: neither a/b is there"),
     ],
 )
 def test_mistakes_are_said_without_a_traceback(saved, tmp_path, monkeypatch, arguments, code, fault):

@@ -154,14 +154,16 @@ def test_what_a_run_that_lives_is_writing_is_left_alone(tmp_path):
 
 
 def test_what_is_chosen_for_which_command(tmp_path):
-    assert choose(config(tmp_path, None), "fit") == Choice() and choose(config(tmp_path, "x"), "test") == Choice(("x",))
+    assert choose(config(tmp_path, None), "fit") == Choice()
     fresh = choose(config(tmp_path), "fit")
     assert fresh.paths == () and fresh.notes[-1].endswith("a: a fresh start.")
-    assert choose(config(tmp_path, init_from="weights"), "test").paths == ()
+    weights = SimpleNamespace(path=put(tmp_path / "weights", 1))
+    assert choose(config(tmp_path, init_from=weights), "test").paths == ()
     with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
         choose(config(tmp_path), "test")
     path = put(tmp_path / "a/000/checkpoints/step-4")
     assert choose(config(tmp_path), "test").paths == (str(path),)
+    assert choose(config(tmp_path, str(path)), "test") == Choice((str(path),))
     assert choose(config(tmp_path), "fit", {VARIABLE: '["told"]'}).paths == ("told",)
 
 

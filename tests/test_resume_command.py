@@ -1,5 +1,6 @@
 """`fit resume=auto` and `--skip` as a user types them: cut off, damaged, of another run, fresh."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,8 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_its_name(fit, project
     done = run_command(line, project, {"OMP_NUM_THREADS": "1"}, timeout_s=120)
     assert done.code == 0 and f"{newest} is skipped: rank-00000.safetensors is damaged between byte 0" in done.output
     assert "step-7 is skipped: it has no manifest.json." in done.output, "what lies between is named as well"
+    assert sum(line.startswith("runs/") and "is skipped: " in line for line in done.output.splitlines()) == 2
+    assert "Warning" not in done.output and ".py" not in done.output, "plain lines"
     Path(newest).with_name("step-7").rmdir()
     # Six batches of one rank are three of two.
     assert "Resumed from runs/here/001/checkpoints/step-6: step 6, epoch 0, 3 batches into it." in done.output
@@ -82,6 +85,29 @@ def test_the_step_that_a_run_goes_on_from_is_not_saved_again_within_the_next_win
     fit("trainer.max_steps=2", *line)
     fit("trainer.max_steps=3", *line)
     assert sorted(p.name for p in Path("runs/windows").rglob("step-*")) == ["step-2", "step-3"]
+
+
+def test_what_files_tell_is_said_before_anything_starts(fit, project):  # noqa: F811
+    fit("trainer.max_steps=2", "run.name=saved")
+    saved = Path("runs/saved/000/checkpoints/step-2")
+    Path("empty").mkdir()
+    Path("torn.safetensors").write_bytes((saved / "rank-00000.safetensors").read_bytes()[:-9])
+    short = shutil.copytree(saved, Path("short"))
+    (short / "manifest.json").write_bytes((saved / "manifest.json").read_bytes()[:-9])
+    for arguments, text in [
+        (("--ckpt", "empty"), "empty is not a complete checkpoint: it has no manifest.json."),
+        (("--ckpt", "runs/saved/000/checkpoints"), f"is a folder of checkpoints: pass one of them, such as {saved}."),
+        (("--ckpt", f"{saved}/manifest.json"), f"is a file, and checkpoints here are folders: pass {saved}."),
+        (("--ckpt", "short"), "manifest.json is damaged: it does not have the SHA-256 it says."),
+        (("init_from=short",), "manifest.json is damaged: it does not have the SHA-256 it says."),
+        (("init_from=empty",), "empty holds 0 safetensors files and 0 index files"),
+        (("init_from=torn.safetensors",), "torn.safetensors cannot be read as a safetensors file"),
+        (("init_from=empty", "--ckpt", "auto"), "empty holds 0 safetensors files and 0 index files"),
+    ]:
+        for verb, devices in (("fit", 2), ("fit", 1), ("test", 2)):
+            code, out, err = here(verb, "config.yaml", *arguments, f"trainer.devices={devices}")
+            assert (code, out) == (1, "") and err.startswith("CheckpointError: ") and text in err, (arguments, out, err)
+            assert err.count("\n") == 1 and [p.name for p in Path("runs").iterdir()] == ["saved"], "no run began"
 
 
 def test_tensors_that_are_skipped_stay_as_the_fresh_module_has_them(fit):

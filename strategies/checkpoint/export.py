@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +68,8 @@ def export(
 
     Args:
         path: a checkpoint folder, or a .ckpt file of Lightning.
-        out: a file; with `max_file_bytes` or for "hf" a folder, which must be new or empty.
+        out: a file; with `max_file_bytes` or for "hf" a folder, which must be new or empty. The folder it is in is
+            made, but none above that.
         to: "hf": what transformers' (or peft's) `from_pretrained` opens, if the module held such a model.
         dtype: fp32, bf16 or fp16 for floating point numbers; integers, bools and complex numbers stay. None: as stored,
             which under 16-bit precision are the fp32 master weights.
@@ -174,17 +175,23 @@ def _write_all(reader: Stored, folders: Sequence[OutFolder], target: Path, left_
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """Gives the name to write to; what is there at the end gets the name `target`, and nothing is left otherwise."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial, folder = target.with_name(f".{target.name}.partial"), target.parent
+    if not folder.absolute().parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written: neither {folder} is there nor the folder it would be in.")
+    made = not folder.exists()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         _remove(partial)
         yield partial
         partial.replace(target)
-        sync_folder(target.parent)
+        sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}.") from None
     finally:
         _remove(partial)
+        if made:
+            with suppress(OSError):  # the export is in it
+                folder.rmdir()
 
 
 def _remove(path: Path) -> None:

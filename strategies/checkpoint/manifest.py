@@ -150,7 +150,7 @@ class Manifest:
         Raises: CheckpointError: there is none, it is damaged, or it says what cannot be.
         """
         if folder.is_file():
-            raise CheckpointError(_what_to_pass(folder))
+            raise CheckpointError(what_to_pass(folder))
         content = _read_content(folder / MANIFEST)
         try:
             chunk_bytes = _natural(content["chunk_bytes"])
@@ -209,7 +209,8 @@ def open_plain(path: Path) -> int:
     return file
 
 
-def _what_to_pass(file: Path) -> str:
+def what_to_pass(file: Path) -> str:
+    """Returns what is wrong with a file where a checkpoint is wanted."""
     mend = "this is none, and no .ckpt file of Lightning."
     if (file.parent / MANIFEST).is_file():
         mend = f"pass {file.parent}."

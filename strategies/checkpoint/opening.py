@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.candidates import find
 from shardlight.strategies.checkpoint.lightning_file import LightningFile, open_checkpoint
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.errors import CheckpointError
+from shardlight.strategies.notices import notify
 from torch import Tensor
 
 
@@ -43,10 +43,10 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
                 raise
             said = _passed_over(paths, damaged, fitting)
             damaged.append(Path(path))
-            rank_zero_warn(f"{path} is skipped: {str(error).removeprefix(f'{path} ').removeprefix(f'{path}/')}")
+            notify(f"{path} is skipped: {str(error).removeprefix(f'{path} ').removeprefix(f'{path}/')}")
             for line in _passed_over(paths, damaged, fitting):
                 if line not in said:
-                    rank_zero_warn(line)
+                    notify(line)
     if not fitting:
         raise CheckpointError(f"none of these is whole: {', '.join(map(str, paths))}.")
     return None
@@ -57,15 +57,26 @@ def _passed_over(paths: Sequence[Any], damaged: Sequence[Path], fitting: bool) -
     return find(dict.fromkeys(Path(path).parent.parent for path in paths), training=fitting, damaged=damaged).skipped
 
 
+def open_to_go_on(path: Any, fitting: bool) -> CheckpointReader | LightningFile:
+    """Opens a checkpoint; its checksums are not compared.
+
+    Args:
+        fitting: training goes on from it, so that it has to hold more than weights.
+    Raises: CheckpointError: it is none, not whole as far as its manifest tells, or holds too little.
+    """
+    reader = open_checkpoint(path)
+    if fitting and reader.content.get("optimizers") is None:
+        raise CheckpointError(
+            f"{path} holds weights only (it was saved with save_weights_only), so training cannot go on from it: "
+            "start anew from its weights with init_from (load_weights)."
+        )
+    return reader
+
+
 def _open_together(engine: Engine | None, path: Any, fitting: bool) -> CheckpointReader | LightningFile:
     reader, fault = None, ""
     try:
-        reader = open_checkpoint(path)
-        if fitting and reader.content.get("optimizers") is None:
-            raise CheckpointError(
-                f"{path} holds weights only (it was saved with save_weights_only), so training cannot go on from it: "
-                "start anew from its weights with init_from (load_weights)."
-            )
+        reader = open_to_go_on(path, fitting)
     except CheckpointError as error:
         fault = str(error)
     trainer_state.agree(engine, fault, "load_checkpoint")

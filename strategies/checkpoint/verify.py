@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from shardlight.ops.crc32 import crc32_chunks
-from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredFile, open_plain
+from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredFile, open_plain, what_to_pass
 from shardlight.strategies.checkpoint.show import checkpoint_folder, checkpoints_in
 from shardlight.strategies.errors import CheckpointError
 
@@ -96,10 +96,12 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def find_checkpoints(path: Path) -> list[Path]:
     """Returns the checkpoint a path is, or those in a run folder; of a link and what it names only one.
 
-    Raises: CheckpointError: there is none.
+    Raises: CheckpointError: there is none; says what to pass instead.
     """
-    if not path.is_dir() or (path / MANIFEST).exists():
-        return [path]
+    if path.is_file():
+        raise CheckpointError(what_to_pass(path))
+    if not path.exists() or (path / MANIFEST).exists():
+        return [checkpoint_folder(path)]
     found = {p.resolve(): p for p in sorted(checkpoints_in(path), key=lambda p: not p.is_symlink())}
     inside = [p for p in checkpoints_in(path) if p in found.values()]
     if not inside:
