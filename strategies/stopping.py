@@ -27,6 +27,8 @@ class StopTogether:
         """This process got SIGTERM."""
         self._ending = False
         """Some process got SIGTERM, as all ranks know."""
+        self._validation_due = False
+        """It came after a batch that is to be validated."""
         handlers = signal.getsignal(signal.SIGTERM)
         if isinstance(handlers, _HandlersCompose):
             own = trainer._signal_connector._sigterm_notifier_fn
@@ -39,7 +41,8 @@ class StopTogether:
         self._replace(epoch, "_should_check_val_fx", self._after_batch)
         self._then_agree(epoch.val_loop, "run", "end of a validation")
         self._then_agree(fit, "on_advance_start", "start of an epoch")
-        self._then_agree(fit, "on_advance_end", "end of an epoch")
+        self._own_end_of_epoch = MethodType(type(fit).on_advance_end, fit)
+        self._replace(fit, "on_advance_end", self._end_epoch)
         self._agree("start of training")
 
     def undo(self) -> None:
@@ -60,11 +63,23 @@ class StopTogether:
     def _after_batch(self, data_fetcher: Any) -> bool:
         epoch = self._trainer.fit_loop.epoch_loop
         self._agree("end of a training batch")
-        if self._ending and not epoch._should_accumulate():
-            # The window is complete: the loop ends here, without a last validation.
-            self._trainer.should_stop = True
-            return False
-        return self._should_validate(data_fetcher)
+        if not self._ending or epoch._should_accumulate():
+            return self._should_validate(data_fetcher)
+        # The window is complete: the loop ends here, without a validation, which may take long.
+        due = self._should_validate(data_fetcher)
+        self._trainer.should_stop = True
+        if due:
+            # A checkpoint that is saved now is of a batch before its validation; see [Note: the rest of a batch].
+            self._validation_due = True
+            epoch.val_loop.batch_progress.current.reset()
+            raise StopIteration
+        return False
+
+    def _end_epoch(self) -> None:
+        if self._validation_due:
+            raise StopIteration  # out of the fit loop: the epoch's end comes after the validation
+        self._own_end_of_epoch()
+        self._agree("end of an epoch")
 
     def _then_agree(self, loop: Any, name: str, point: str) -> None:
         own = MethodType(getattr(type(loop), name), loop)

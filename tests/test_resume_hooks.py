@@ -1,5 +1,7 @@
 """What comes after a save comes after a resume: hooks, validations, schedulers, epochs, random numbers, data."""
 
+import os
+import signal
 from contextlib import nullcontext
 
 import lightning.pytorch as pl
@@ -150,15 +152,34 @@ class Save(pl.Callback):
         self.save("epoch end", trainer)
 
 
+class Terminate(pl.Callback):
+    """SIGTERM to a rank in the hook at the end of its batch `at`, counted from 0; saves when training ends, as runs do."""
+
+    def __init__(self, path, rank, at):
+        self.path, self.rank, self.at = path, rank, at
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_rank == self.rank and trainer.fit_loop.epoch_loop.total_batch_idx == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, trainer, module):
+        trainer.save_checkpoint(self.path)
+
+
 EVERY = range(100)
 
 
-def fit(world, folder, saves=(), resume=None, loader=None, module=Module, strategy="zero1", **kwargs):
+def fit(world, folder, saves=(), resume=None, loader=None, module=Module, strategy="zero1", more=(), **kwargs):
     torch.manual_seed(11)
     log = Log()
     save = Save(folder, log, saves)
     trainer = make_trainer(
-        strategy, world, folder, use_distributed_sampler=True, callbacks=[log, save], **{"max_epochs": EPOCHS, **kwargs}
+        strategy,
+        world,
+        folder,
+        use_distributed_sampler=True,
+        callbacks=[log, save, *more],
+        **{"max_epochs": EPOCHS, **kwargs},
     )
     module = module()
     loader = loader() if loader else DataLoader(Rows(12 * world), 3, shuffle=True)
@@ -225,6 +246,7 @@ def check(rank, world_size, folder, every):
         here = f"{folder}/{name}"
         whole = fit(world_size, here, EVERY if every else numbers[::world_size], **kwargs)
         check_goes_on(here, whole, whole[2], deeper=every or name == "by epoch", **kwargs)
+    check_ended_by_sigterm(folder, world_size)
     if world_size == 1:
         check_stopped_by_steps(folder)
         check_lightnings_own(folder)
@@ -240,6 +262,17 @@ def check_stopped_by_steps(folder):
     ours, theirs = ([(e[0], *e[2:]) for e in log if e[0] != "epoch end"] for log in (rest, entries[len(first) - 1 :]))
     assert ours == theirs, difference(ours, theirs)
     assert all(torch.equal(a, b) for a, b in zip(weights, end[0], strict=True))
+
+
+def check_ended_by_sigterm(folder, world_size):
+    """There is no time for the validation that is due: it is the first thing after the resume."""
+    for at, kwargs in ((1, {"val_check_interval": 2}), (3, {"val_check_interval": 2}), (7, {})):
+        whole, path = fit(world_size, folder, **kwargs), f"{folder}/ended by SIGTERM after {at}"
+        end = Terminate(path, world_size - 1, at)
+        _, first, _, _ = fit(world_size, folder, more=[end], **kwargs)
+        assert first == whole[1][: len(first)], difference(first, whole[1])
+        assert (first[-1][0], whole[1][len(first)][0]) == ("batch end", "validation")
+        check_goes_on(folder, whole, {path: len(first)}, deeper=False, **kwargs)
 
 
 def check_lightnings_own(folder):
