@@ -1,6 +1,7 @@
 """Which compiled libraries of `ops` were built, and whether they are used; told without PyTorch."""
 
 import ctypes
+import errno
 import functools
 import importlib.machinery
 import os
@@ -12,7 +13,7 @@ from typing import Literal
 OPS_VARIABLE = "SHARDLIGHT_OPS"
 """`auto` or unset: compiled code where it is there. `reference`: never. `native`: an error where it is missing."""
 CHOICES = ("auto", "native", "reference")
-ABI = 2
+ABI = 3
 """As `kAbi` in csrc/numbers.h: what the functions take."""
 Device = Literal["cpu", "cuda"]
 
@@ -83,3 +84,21 @@ def why_not_shared() -> str | None:
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "this system is not Linux"
     return why_not()
+
+
+@functools.cache
+def why_no_ring() -> str | None:
+    """Returns why the disk engine's requests go through threads and not through io_uring; None: io_uring serves them.
+
+    Asks the library, which is there.
+    """
+    refused = ctypes.CDLL(str(library())).ops_disk_ring_refused()
+    if not refused:
+        return None
+    mends = {
+        errno.ENOSYS: "this kernel has none, or one older than Linux 5.6",
+        errno.EPERM: "a container's seccomp profile or kernel.io_uring_disabled forbids it",
+        errno.ENOMEM: "raise the limit of locked memory, ulimit -l",
+    }
+    told = mends.get(refused, os.strerror(refused))
+    return f"io_uring is refused with {errno.errorcode.get(refused, refused)}: {told}"

@@ -6,7 +6,7 @@ One stem per op: its PyTorch reference is in `ops/STEM.py`, its arithmetic in `o
 
 from dataclasses import dataclass
 
-from shardlight.ops.built import OPS_VARIABLE, Device, OpError, choice, library, why_not, why_not_shared
+from shardlight.ops.built import OPS_VARIABLE, Device, OpError, choice, library, why_no_ring, why_not, why_not_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class Op:
         if device not in self.devices:
             return f"there is no compiled version for {device.upper()}"
         return why_not_shared() if self.stem == "host_collectives" else why_not(device)
+
+    def how(self) -> str:
+        """Returns what is to be said of compiled code that runs."""
+        return f"it loads, {why_no_ring() or 'with io_uring'}" if self.stem == "disk" else "it loads"
 
     def native(self, device: str) -> bool:
         """Whether compiled code runs on a device.
@@ -55,6 +59,7 @@ OPS = {
         Op(stem="sums", what="sums over ranks, squares with a count of what is not finite, scaling, casts"),
         Op(stem="crc32", what="CRC-32 of memory, else zlib's", devices=("cpu",)),
         Op(stem="host_collectives", what="collectives of a host's ranks, else gloo", devices=("cpu",)),
+        Op(stem="disk", what="reads and writes of files beside computing, else Python's", devices=("cpu",)),
     )
 }
 
@@ -72,7 +77,7 @@ def table() -> list[dict[str, str]]:
                 "CPU": there["cpu"],
                 "CUDA": there.get("cuda", "none"),
                 "chosen": "; ".join(f"{d.upper()}: {'reference' if why else 'native'}" for d, why in reasons.items()),
-                "why": "; ".join(f"{d.upper()}: {why or 'it loads'}" for d, why in reasons.items()),
+                "why": "; ".join(f"{d.upper()}: {why or op.how()}" for d, why in reasons.items()),
             }
         )
     return rows

@@ -27,7 +27,7 @@
 
 namespace shardlight {
 
-constexpr int kAbi = 2;  // what the functions take, as ABI in ops/built.py
+constexpr int kAbi = 3;  // what the functions take, as ABI in ops/built.py
 
 // As in ops/native.py.
 enum Dtype : int { F32, F64, BF16, F16, I8, U8, I16, I32, I64 };
