@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shardlight.commands.bench import bench
-from shardlight.commands.check import ConfigPath, Overrides, Trust, check, schema
+from shardlight.commands.check import ConfigPath, Overrides, Trust, check, schema, tell_changes
 from shardlight.commands.checkpoint import checkpoint, export
+from shardlight.commands.init import init
 from shardlight.commands.migrate import migrate
 from shardlight.commands.output import MISTAKES, Debug, fail, make_folder_of, short_errors, wide_console
 
@@ -125,6 +126,7 @@ def predict(
     _run("predict", config, overrides, show=show, dry_run=False, trust=trust, debug=debug, ckpt=ckpt)
 
 
+app.command()(init)
 app.command()(check)
 app.command()(schema)
 app.command()(export)
@@ -195,6 +197,8 @@ def _run(
         from shardlight.ops import registry
 
         registry.check()
+        if not show:
+            tell_changes(config)
         loaded = load(config, given, trust or [], verb=verb)
         if show:
             typer.echo(dump(to_dict(loaded.config), loaded.origin), nl=False)

@@ -24,8 +24,17 @@ def check(config: ConfigPath, overrides: Overrides = None, *, trust: Trust = Non
     with short_errors(debug):
         from shardlight.framework.config import load
 
+        tell_changes(config)
         loaded = load(config, overrides or [], trust or [], imports=False)
     typer.echo(f"{config}: {outline(loaded.config)}. No faults.")
+
+
+def tell_changes(config: str) -> None:
+    """Says what has changed in the template that the config's project was made from."""
+    from shardlight.templates.catalogue import what_changed
+
+    for line in what_changed(Path(config)):
+        typer.echo(line)
 
 
 def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there.")] = None) -> None:

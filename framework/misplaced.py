@@ -78,6 +78,8 @@ STRATEGY_SYNONYMS = {
     "none": "single",
 }
 """What other tools call our strategies."""
+RENAMED: dict[str, str] = {}
+"""Keys that an earlier version had: dotted path -> what became of it, such as "is called trainer.x since 0.2"."""
 
 
 def misplaced(section: str, key: str, node: Node, tree: Node, targets: Mapping[str, Described]) -> str | None:
@@ -89,6 +91,8 @@ def misplaced(section: str, key: str, node: Node, tree: Node, targets: Mapping[s
         targets: the classes named there, by section.
     """
     here = f"{section}.{key}" if section else key
+    if here in RENAMED:
+        return f"{here} {RENAMED[here]}."
     if (section, key) in (("optimizer", "type"), ("schedule", "type")):
         return f"{here} is called {section}.name here."
     if key in ABSENT and section in ("", "strategy", "trainer", "optimizer", "schedule"):

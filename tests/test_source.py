@@ -6,7 +6,8 @@ import pytest
 from test_layering import ROOT, SOURCES
 
 LINES = 500
-FILES = SOURCES + sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "tests").glob("*.py"))
+PROJECTS = sorted((ROOT / "templates").glob("*/project/**/*.py"))
+FILES = SOURCES + PROJECTS + sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "tests").glob("*.py"))
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "managers", "misc", "common"}
 
 
