@@ -161,6 +161,22 @@ def step_between(m, x, i, maker, judge):
     judge.zero_grad()
 
 
+def used_by_one_rank(m, x, i, maker, judge):
+    """The maker has a gradient of the last rank's rows alone, though the first keeps it; what is left of it is dropped."""
+
+    def loss():
+        parts = x.split(4)
+        last = max(len(parts), m.trainer.world_size) - 1 - m.trainer.global_rank
+        return sum(m.made(rows) if n == last else m.judged(rows) for n, rows in enumerate(parts)) / len(parts)
+
+    m.manual_backward(loss())
+    maker.zero_grad()
+    m.manual_backward(loss())
+    for optimizer in (maker, judge):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clipped(m, x, i, maker, judge):
     for optimizer, loss, how in ((maker, m.made, "norm"), (judge, m.judged, "value")):
         optimizer.zero_grad()
@@ -265,6 +281,7 @@ RECIPES = [
     every_second_batch,
     two_losses,
     step_between,
+    used_by_one_rank,
     clipped,
     clipped_by_torch,
     overlapping,

@@ -127,6 +127,8 @@ class _Load:
         reduced = engine.table.reduce == "micro_batch" or ledger["closed"]
         ledger = {**ledger, "counted": ledger["arrived"] if reduced else {}}
         window = Window.restored(ledger, names)
+        if reduced and not window.closed:
+            window.anywhere = {n for n, name in enumerate(names) if name in every}
         engine.gradients.open_window(frozenset(window.carried))
         final = {n for n, used in enumerate(window.used) if used} | window.carried
         for buffer in engine.buffers:

@@ -149,7 +149,16 @@ class Gradients:
             scaled = loss if share == 1.0 and weight is None else loss * share
             (run or Tensor.backward)(scaled)
         if factor is None:
+            self._tell_arrived()
             self._show_pending()
+
+    def _tell_arrived(self) -> None:
+        """Lets every rank show the gradients that any has, where each keeps a part of their sum to drop."""
+        ranks, row = self.table.collectives, torch.zeros(len(self.table.parameters), dtype=torch.int64)
+        if self.table.reduce == "micro_batch" and ranks.world_size > 1:
+            row[sorted(self.window.arrived)] = 1
+            rows = ranks.gather_small(row.to(ranks.device), "gradients that arrived").view(ranks.world_size, -1)
+            self.window.anywhere |= set(rows.any(dim=0).nonzero().view(-1).tolist())
 
     @contextmanager
     def running_backward(self) -> Iterator[None]:
@@ -220,7 +229,7 @@ class Gradients:
 
     def _show_pending(self) -> None:
         """In manual optimization every backward may be a window's last: its gradients can be seen, and set to None."""
-        self._pending = frozenset(self.window.arrived) | frozenset(self.window.carried)
+        self._pending = frozenset(self.window.arrived) | self.window.carried | self.window.anywhere
         for number in self._pending:
             self.table.parameters[number].grad = self._stand_ins[number]
 

@@ -41,6 +41,8 @@ class Window:
     """Contributions per parameter number that came from autograd."""
     counted: dict[int, int] = field(default_factory=dict)
     """Contributions per parameter number that went into a reduction."""
+    anywhere: set[int] = field(default_factory=set)
+    """Numbers of parameters that some rank has a gradient of, as far as ranks have told each other."""
     closed: bool = False
     """The gradients are final."""
     stepped: bool = False
@@ -99,6 +101,7 @@ class Window:
         self.arrived.pop(number, None)
         self.counted.pop(number, None)
         self.carried.discard(number)
+        self.anywhere.discard(number)
         if self.closed:
             self.used[number] = False
 
