@@ -145,6 +145,10 @@ class NativeQueue:
         """Waits for all, closes all files and ends the threads; what became of requests can be asked still."""
         self._library.ops_disk_stop(self._engine)
 
+    def serves_with_this_thread(self) -> bool:
+        """Whether the caller is one of the queue's own threads, which never run Python."""
+        return False
+
     def free(self) -> None:
         """Gives the memory back; after `stop`."""
         self._library.ops_disk_free(self._engine)

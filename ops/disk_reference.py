@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from shardlight.ops.disk_files import BLOCK_BYTES
 from shardlight.ops.disk_native import Fault
 
+_THREADS = "shardlight-disk"
 _TRIES = 100
 """Of a call that moves nothing."""
 
@@ -61,8 +62,8 @@ class ReferenceQueue:
 
     def __init__(self, depth: int, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="shardlight-disk")
-        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix=_THREADS)
+        self._lock = threading.RLock()  # a collection under it may close a file
         self._files: dict[int, _File] = {}
         self._requests: dict[int, _Request] = {}
         self._lost: list[Fault] = []
@@ -267,6 +268,10 @@ class ReferenceQueue:
         self._pool.shutdown()
         for number in list(self._files):
             self.close_file(number)
+
+    def serves_with_this_thread(self) -> bool:
+        """Whether the caller is one of the queue's own threads."""
+        return threading.current_thread().name.startswith(_THREADS)
 
     def free(self) -> None:
         """Nothing is to be given back."""
