@@ -77,8 +77,8 @@ class DataPosition:
 
     def log(self, loader: Any) -> ReadLog:
         """Returns the log of a loader; after `reload_dataloaders_every_n_epochs` the one of the loader before it."""
-        number = self._number(loader)
-        if number is None:
+        number = self.number(loader)
+        if number < 0:
             return ReadLog()
         while len(self._logs) <= number:
             self._logs.append(ReadLog())
@@ -86,9 +86,9 @@ class DataPosition:
                 self._logs[-1].load_state(self._logged[len(self._logs) - 1])
         return self._logs[number]
 
-    def _number(self, loader: Any) -> int | None:
-        """The loader's number among those that training reads; None: it is none of them."""
-        return next((number for number, one in enumerate(self._loaders) if one is loader), None)
+    def number(self, loader: Any) -> int:
+        """Returns the loader's number among those that training reads; -1: it is none of them."""
+        return next((number for number, one in enumerate(self._loaders) if one is loader), -1)
 
     @property
     def _loaders(self) -> list[Any]:
@@ -111,8 +111,8 @@ class DataPosition:
 
     def saved_generators(self, loader: Any) -> Mapping[str, Any]:
         """Returns, once, what a checkpoint kept of the generators of a loader."""
-        number = self._number(loader)
-        if number is None or number >= len(self._generators):
+        number = self.number(loader)
+        if not 0 <= number < len(self._generators):
             return {}
         saved, self._generators[number] = self._generators[number], {}
         return saved

@@ -97,7 +97,7 @@ class LockstepLoader:
         ahead = saved.get("ahead")
         half_done = state is not None or ahead is not None
         log.begin(position.epoch, self.held)
-        position.randomness.begin_epoch(half_done)
+        position.randomness.begin_epoch(position.number(self), half_done)
         generators = Generators(self.loader)
         generators.set_state(saved.get("epoch_start" if half_done else "now", []))
         self._generators_at_start = generators.state()

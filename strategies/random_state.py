@@ -31,24 +31,29 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class EpochRandomness:
     """Lets a resumed run draw the order of a half-done epoch again, and then go on with the numbers it had.
 
-    `epoch_start`: the state when the running epoch of training data was begun, None before the first.
+    `epoch_start`: by loader, the state when the running epoch of its data was begun.
     """
 
     def __init__(self) -> None:
-        self.epoch_start: dict[str, Any] | None = None
-        self._resumed = False
-        """The data that a checkpoint was in is not begun yet."""
+        self.epoch_start: dict[int, dict[str, Any]] = {}
+        self._resumed: set[int] = set()
+        """Numbers of the loaders whose data a checkpoint was in, where it is not begun yet."""
         self._now: Mapping[str, Any] | None = None
         """What a checkpoint's run had, until training goes on."""
         self._after_order: Mapping[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
-        return {"now": random_state(), "epoch_start": self.epoch_start}
+        return {
+            "now": random_state(),
+            "epoch_start": [self.epoch_start.get(n) for n in range(1 + max(self.epoch_start, default=-1))],
+        }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Takes what a checkpoint has kept; it is used when training goes on and its data is begun."""
-        self.epoch_start, self._now, self._resumed = saved["epoch_start"], saved["now"], True
+        self.epoch_start = {n: state for n, state in enumerate(saved["epoch_start"]) if state is not None}
+        self._now = saved["now"]
+        self._resumed = set(self.epoch_start)
 
     def set_now(self) -> None:
         """Called when training goes on (or there is none): from here the numbers are those that the run had."""
@@ -56,17 +61,16 @@ class EpochRandomness:
             set_random_state(self._now)
             self._now = None
 
-    def begin_epoch(self, half_done: bool) -> None:
-        """Called when training data is about to be begun, from its start or in the middle of an epoch."""
-        if self._resumed and half_done:
+    def begin_epoch(self, number: int, half_done: bool) -> None:
+        """Called when the data of loader `number` is about to be begun, from its start or in the middle of an epoch."""
+        if number in self._resumed and half_done:
             # A loader that is read ahead is begun before training goes on.
             self._after_order = random_state() if self._now is None else self._now
-            if self.epoch_start is not None:
-                set_random_state(self.epoch_start)
+            set_random_state(self.epoch_start[number])
         else:
             self.set_now()
-        self._resumed = False
-        self.epoch_start = random_state()
+        self._resumed.discard(number)
+        self.epoch_start[number] = random_state()
 
     def go_on(self) -> None:
         """Called when the position in the data is reached: the numbers go on as they were."""

@@ -247,7 +247,7 @@ def test_every_sample_once_from_any_number_of_ranks_to_any_other(tmp_path):
 
 def alone(folder, loader, resume=None, save=None, module=None, **kwargs):
     """Fits on one process; `save`: (step, path). Returns trainer and module."""
-    module = module or Module()
+    module = module() if isinstance(module, type) else module or Module()
     torch.manual_seed(11)
     callbacks = [*kwargs.pop("callbacks", ()), *([Save(*save)] if save else [])]
     trainer = make_trainer(
@@ -284,6 +284,20 @@ def check_same_as_whole(folder, name, make, **kwargs):
         assert order(f"{path}-end") == order(f"{folder}/{name}-whole"), where
         assert torch.equal(losses(f"{path}-end"), losses(f"{folder}/{name}-whole")), where
     return whole
+
+
+class ShuffledPairs(Pairs):
+    """Draws its order from the process's numbers."""
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length).view(-1, 2).tolist())
+
+
+class Both(Module):
+    """Trains on a batch of each of two loaders."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([torch.cat(parts) for parts in zip(*batch, strict=True)], batch_idx)
 
 
 class Scheduled(Module):
@@ -341,6 +355,9 @@ def check_alone(rank, world_size, folder):
     check_same_as_whole(folder, "limited iterable", lambda: DataLoader(Numbers(), 2), limit_train_batches=4)
     check_same_as_whole(folder, "batch sampler", lambda: DataLoader(Rows(8), batch_sampler=Pairs(8)))
     check_same_as_whole(folder, "limited", shuffled, limit_train_batches=3)
+    # Orders that nobody knows, drawn from the process's numbers one after the other; the short one comes round.
+    both = lambda: [DataLoader(Rows(n), batch_sampler=ShuffledPairs(n)) for n in (8, 4)]  # noqa: E731
+    check_same_as_whole(folder, "two batch samplers", both, module=Both)
 
     # A loader of persistent workers that was used for a fit serves the next one.
     loader = shuffled(**again)
