@@ -211,6 +211,7 @@ class SavedOptimizer:
                 value = reader.read(tensor)
             state[key] = _like(value, mine, kept)
         self._optimizer.state[parameter] = state
+        local.keep_state(self._optimizer, parameter)
 
 
 def _take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -14,22 +14,25 @@ grad    (shard_numel,)  the reduced gradients of this rank's part; a sum over ra
                         [Note: factors], until someone looks.
 full_grad (numel,)      where gradients are replicated, or kept over the window, `grad` is its slice; else None.
 kept  (shard_numel,)    final gradients of an earlier window that this one adds to; else None.
+`home`, `shard` and `grad` may be on disk, see [Note: tensors on disk], disk_tensor.py.
 
 [Note: factors] Final gradients are sums multiplied by 1 / total weight, and by a factor for clipping. Where only the
 optimizer's op will read them, it does so as it reads them: `factors` are kept, and `settle` applies them for everyone
 else. The squares for the norm are taken with the first factor, together with the search for inf and NaN.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 import torch
 from shardlight.ops.registry import OPS
-from shardlight.ops.sums import scale_and_check, square_sums
+from shardlight.ops.sums import all_true, scale_and_check, square_sums
 from shardlight.strategies.engine.collectives import Ranks, Transfer
+from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
+from shardlight.strategies.engine.tiers import Tiers
 from torch import Tensor, nn
 
 _requires_grad_of = attrgetter("requires_grad")
@@ -51,8 +54,9 @@ class FlatBuffer(FlatWeights):
         ranks: Ranks,
         owner: Owner,
         dtypes: BufferDtypes,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(name, params, plan, ranks, owner, dtypes)
+        super().__init__(name, params, plan, ranks, owner, dtypes, tiers)
         self.reduce_dtype = dtypes.reduce
         self._reduction: Transfer | None = None
         self._keeps_full_grad = (not plan.shard_gradients or reduce == "window") and not (
@@ -71,6 +75,8 @@ class FlatBuffer(FlatWeights):
         self.pages = self.collectives.pages
         self._taken: Tensor | None = None
         """The memory that `local` is in, if it is to be given back."""
+        self._summed: Tensor | None = None
+        """Where a reduction sums up what is to go to disk."""
         self._sent: Tensor | None = None
         """The same of a reduction that is under way."""
         self._gaps: list[tuple[int, int]] = self.layout.gaps()
@@ -151,7 +157,8 @@ class FlatBuffer(FlatWeights):
             if self._keeps_full_grad:
                 self._open_full_grad()
             else:
-                self.grad = torch.zeros(self.layout.shard_numel, dtype=self.home_dtype, device=self.device)
+                zeros = torch.zeros(self.layout.shard_numel, dtype=self.home_dtype, device=self.device)
+                self.grad = zeros if self.tiers is None else self.tiers.put(zeros, "gradients")
         assert self.grad is not None
         return self.grad
 
@@ -171,6 +178,8 @@ class FlatBuffer(FlatWeights):
             local = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         add = self.reduced and not self._in_place
         sent = self._to_send(local, several)
+        if self.tiers is not None and isinstance(grad, DiskTensor):
+            grad = self._summed = self.tiers.fetch(grad).wait() if add else self.tiers.staged(grad)
         self._reduction = self.collectives.start_reduce_scatter(sent, grad, f"reduce {self.name}", add)
         if contribute:
             self.touched.clear()
@@ -183,6 +192,9 @@ class FlatBuffer(FlatWeights):
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.wait()
+        if self._summed is not None and self.tiers is not None and self.grad is not None:
+            self.tiers.write_behind(self.grad, self._summed)
+            self._summed = None
         if self._sent is not None:
             self.pages.give(self._sent)
             self._sent = None
@@ -212,13 +224,17 @@ class FlatBuffer(FlatWeights):
         Returns: whether this rank's part is known to be finite; on a GPU a 0-dim tensor, which nobody has waited for.
         """
         assert self.grad is not None
-        self.ranks.replicate.all_reduce(self.grad, f"reduce {self.name}")
+        if self.ranks.replicate.world_size > 1:
+            sums = in_memory(self.grad)
+            self.ranks.replicate.all_reduce(sums, f"reduce {self.name}")
+            if sums is not self.grad:
+                self.grad.copy_(sums)
         if self.plan.shard_optimizer and self._kept is None and OPS["sums"].native(self.device.type):
             self.factors = (scale, 1.0)
-            squares, not_finite = square_sums(self.grad, scale=scale, wait=False)
-            self._squares = squares, self.grad._version
-            return not_finite == 0
-        finite = scale_and_check(self.grad, scale, wait=False)
+            found = [square_sums(part, scale=scale, wait=False) for part in self._grad_blocks()]
+            self._squares = torch.cat([squares for squares, _ in found]), self.grad._version
+            return all_true([not_finite == 0 for _, not_finite in found]) if len(found) > 1 else found[0][1] == 0
+        finite = self._scale(scale)
         if self._kept is not None:
             self.grad += self._kept
             self._kept, finite = None, False
@@ -230,8 +246,16 @@ class FlatBuffer(FlatWeights):
         """Applies `factors` to `grad`, which then is what it is to be for everyone."""
         for factor in self.factors or ():
             if factor != 1.0 and self.grad is not None:
-                scale_and_check(self.grad, factor, wait=False)
+                self._scale(factor)
         self.factors = None
+
+    def _grad_blocks(self, change: bool = False) -> Iterator[Tensor]:
+        assert self.grad is not None
+        return iter((self.grad,)) if self.tiers is None else self.tiers.blocks(self.grad, change)
+
+    def _scale(self, factor: float) -> bool | Tensor:
+        found = [scale_and_check(part, factor, wait=False) for part in self._grad_blocks(change=True)]
+        return found[0] if len(found) == 1 else all_true(found)
 
     def clip(self, factor: float) -> bool:
         """Multiplies final gradients by `factor`, when they are read; returns whether that can wait."""
@@ -254,7 +278,7 @@ class FlatBuffer(FlatWeights):
             if self.full_grad is not None
             else torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
         )
-        self.collectives.all_gather(full, self.grad, f"gradients of {self.name}")
+        self.collectives.all_gather(full, in_memory(self.grad), f"gradients of {self.name}")
         return full
 
     def gradient_pieces(self) -> dict[int, Tensor]:
@@ -359,4 +383,4 @@ class FlatBuffer(FlatWeights):
         """Returns the tensors that hold model state on this rank now."""
         full = self.full if self.filled else None
         own = (full, self.home, self.wide, self.local, self.grad, self.full_grad, self._kept)
-        return [t for t in own if t is not None]
+        return [t for t in own if t is not None and not isinstance(t, DiskTensor)]

@@ -28,6 +28,7 @@ from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.choices import KeepGathered, MomentsDtype, OptimizerKernel, Transport
 from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
+from shardlight.strategies.engine.disk_tensor import in_memory
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.kernels import why_not_compiled, why_unknown
@@ -39,6 +40,7 @@ from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.sharded_gradient import ShardedGradient
+from shardlight.strategies.engine.tiers import Offload, Tiers
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
 from shardlight.strategies.engine.units import UnitTable
@@ -66,7 +68,7 @@ class Engine:
         unit_classes: see find_units.
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
-        keep_gathered, keep_small, collectives, optimizer_kernel, moments_dtype: see EngineOptions.
+        keep_gathered, keep_small, collectives, optimizer_kernel, moments_dtype, offload: see EngineOptions.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -84,6 +86,7 @@ class Engine:
         collectives: Transport = "auto",
         optimizer_kernel: OptimizerKernel = "auto",
         moments_dtype: MomentsDtype | None = None,
+        offload: Offload | None = None,
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -101,10 +104,12 @@ class Engine:
         self.agreement = Agreement(self.collectives, self)
         self._had: dict[int, bool] = {}
         """By unit that is being gathered: whether this rank had it gathered already."""
+        self.tiers = Tiers(offload, self.ranks.shard.pages) if offload is not None and offload.uses_disk else None
+        """What moves state that is on disk; None: all is in memory."""
         with torch.no_grad():
             materialise_buffers(model)
             self.table = UnitTable(
-                model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes, keep_small
+                model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes, keep_small, self.tiers
             )
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement, keep_gathered)
@@ -320,7 +325,7 @@ class Engine:
             for buffer in held:
                 buffer.settle()
             flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
-            ends = [torch.stack(real_view(f).aminmax()) for f in flats if f is not None and f.numel()]
+            ends = [torch.stack(real_view(in_memory(f)).aminmax()) for f in flats if f is not None and f.numel()]
             finite = all_true([torch.isfinite(e).all() for e in ends])
         self.agreement.meet("finite gradients")
         row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
@@ -390,7 +395,9 @@ class Engine:
 
         Raises: StrategyError: its step was known, and its moments in 16 bits, and it is its own now.
         """
-        if self.why_no_kernel(optimizer) is None:
+        if self.tiers is not None:
+            self.local_parameters.streamed_step(optimizer, used, self.why_no_kernel(optimizer) is None)
+        elif self.why_no_kernel(optimizer) is None:
             self.local_parameters.kernel_step(optimizer, used)
         else:
             self._check_moments(optimizer)
@@ -493,6 +500,6 @@ class Engine:
         """Counts the live bytes of model state on this rank: weights, gradients, optimizer state; each storage once."""
         tensors = [t for b in self.buffers for t in b.tensors()]
         for optimizer in optimizers:
-            tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+            tensors += [v for s in optimizer.state.values() for v in s.values() if type(v) is Tensor]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())

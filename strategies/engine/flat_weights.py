@@ -6,15 +6,18 @@ from operator import attrgetter
 
 import torch
 from shardlight.ops.bits import bits, same_bits
+from shardlight.ops.crc32 import crc32
 from shardlight.ops.sums import CHUNK, cast
 from shardlight.strategies.engine.backing import MOVED_FROM_BYTES, Backing, HeapBacking, back
 from shardlight.strategies.engine.collectives import Ranks, Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
+from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.released import Owner, ReleasedParameter, mark, marked_class
+from shardlight.strategies.engine.tiers import Fetched, Tiers
 from torch import Tensor, nn
 
 _version_of = attrgetter("_version")
@@ -37,6 +40,7 @@ class FlatWeights:
     Args:
         name: for messages, e.g. "model.blocks.0".
         params: (name, parameter) pairs, all of one dtype and device; their data is moved into the buffer.
+        tiers: for state that is not in memory; None: all is.
     """
 
     def __init__(
@@ -47,9 +51,15 @@ class FlatWeights:
         ranks: Ranks,
         owner: Owner,
         dtypes: BufferDtypes,
+        tiers: Tiers | None = None,
     ) -> None:
         self.name = name
         self.plan = plan
+        self.tiers = tiers
+        self._fetched: Fetched | None = None
+        """This rank's part, on its way from disk."""
+        self._crc32 = 0
+        """Where its home is on disk: of this rank's part of what was gathered."""
         self.ranks = ranks
         self.collectives = collectives = ranks.shard
         self.params: list[nn.Parameter] = [p for _, p in params]
@@ -113,11 +123,23 @@ class FlatWeights:
         self.ranks.world.broadcast(start, f"start weights of {self.name}")
         if self.mastered:
             self.full.copy_(start)
-            return start[self._span].clone() if self.plan.shard_optimizer else start
+            mine = start[self._span]
+            return self._at_home(mine.clone() if not self._on_disk() else mine) if self.plan.shard_optimizer else start
         if not self.plan.shard_parameters:
             return start[self._span]
+        if self._on_disk():
+            return self._at_home(start[self._own])
         # Gathered from where it is.
         return self.collectives.pages.fresh(self.layout.shard_numel, self.home_dtype).copy_(start[self._own])
+
+    def _on_disk(self) -> bool:
+        """Whether `home` is to be on disk."""
+        return self.tiers is not None and self.tiers.keeps("parameters" if self.plan.shard_parameters else "optimizer")
+
+    def _at_home(self, mine: Tensor) -> Tensor:
+        if self.tiers is None:
+            return mine
+        return self.tiers.put(mine, "parameters" if self.plan.shard_parameters else "optimizer")
 
     def _back(self) -> Backing:
         numel = self.layout.numel
@@ -150,6 +172,17 @@ class FlatWeights:
         self._backing.fill()
         self._transfer = self._start_spread(f"gather {self.name}")
 
+    def start_fetch(self) -> None:
+        """Starts to read this rank's part from disk, for a gather that is to come; nothing where it is in memory."""
+        if self.tiers is not None and isinstance(self.home, DiskTensor) and self._fetched is None:
+            self._fetched = self.tiers.fetch(self.home)
+
+    def drop_fetched(self) -> None:
+        """Gives back what was read for a gather that did not come."""
+        if self._fetched is not None:
+            fetched, self._fetched = self._fetched, None
+            fetched.give()
+
     def finish_gather(self) -> None:
         """Returns when `full` is filled, with every parameter a view of it."""
         self._end_transfer()
@@ -161,14 +194,20 @@ class FlatWeights:
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             transfer.wait()
+        self.drop_fetched()
 
     def _start_spread(self, caller: str) -> Transfer | None:
+        shard = self.shard
+        if isinstance(self.home, DiskTensor) and not self.copied:
+            self.start_fetch()
+            assert self._fetched is not None
+            shard = self._fetched.wait()
         if self.mastered and not self.copied:
-            cast(self.home, self.full[self._span])
+            cast(self.home if self.home is not self.shard else shard, self.full[self._span])
         self.copied = False
         if not self.plan.shard_optimizer:
             return None
-        mine = self.full[self._own] if self.mastered else self.shard
+        mine = self.full[self._own] if self.mastered else shard
         return self.collectives.start_all_gather(self.full, mine, caller)
 
     def _attach(self, views: list[Tensor]) -> None:
@@ -184,6 +223,12 @@ class FlatWeights:
 
     def _note_versions(self) -> None:
         self._versions = [*map(_version_of, self.params)]
+        if isinstance(self.shard, DiskTensor):
+            self._crc32 = self._checksum()
+
+    def _checksum(self) -> int:
+        mine = (self.full if self.wide is None else self.wide)[self._own]
+        return crc32(mine if mine.device.type == "cpu" else mine.cpu())
 
     def changed(self, wait: bool = True) -> list[str]:
         """Returns the names of parameters that were written in place, or given other data, since they were gathered.
@@ -203,7 +248,9 @@ class FlatWeights:
                 for slot, (version, pointer), (noted, start) in zip(self.layout.slots, held, there, strict=True)
                 if version != noted or (pointer != base + width * start and pointer)
             ]
-        mine, kept = full[self._own], self.shard.to(full.dtype)
+        if isinstance(self.shard, DiskTensor) and not found and self._checksum() == self._crc32:
+            return []
+        mine, kept = full[self._own], in_memory(self.shard).to(full.dtype)
         if not found and self.asks_later and not wait:
             differs = (bits(mine) != bits(kept)).any()
             self.doubt = differs if self.doubt is None else self.doubt | differs
@@ -249,7 +296,7 @@ class FlatWeights:
     def gather_home(self, own: bool) -> None:
         """Gathers the authoritative weights in full precision; shows them if they are for this rank. Collective."""
         wide = torch.empty(self.layout.numel, dtype=self.home_dtype, device=self.device)
-        self.collectives.all_gather(wide, self.shard, f"gather {self.name}")
+        self.collectives.all_gather(wide, in_memory(self.shard), f"gather {self.name}")
         if own and self.wide is None:
             self.wide = wide
             self._attach(self._wide_views())
@@ -326,6 +373,10 @@ class FlatWeights:
         if not self.plan.shard_optimizer:
             return self.slice(slot, self.full)
         return self.piece_of_shard(slot, self.full[self._own])
+
+    def own_range(self, low: int, high: int) -> Tensor:
+        """Returns elements [low, high) of this rank's part of `full`."""
+        return self.full[self._own][low:high]
 
     def piece_of_shard(self, slot: int, flat: Tensor) -> Tensor | None:
         """Returns this rank's (n,) part of a parameter in a (shard_numel,) tensor, None if it owns nothing of it."""

@@ -10,6 +10,7 @@ import torch
 from shardlight.ops.sums import CHUNK, abs_max, square_sums
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.disk_tensor import in_memory
 from shardlight.strategies.errors import StrategyError
 from torch import Tensor
 
@@ -56,8 +57,9 @@ def _masked(buffer: FlatBuffer, mask: Sequence[bool]) -> Tensor:
     """Returns the reduced gradients this rank accounts for, zero where they do not count."""
     replicated = not buffer.plan.shard_optimizer
     buffer.settle()
-    flat = buffer.full_grad if replicated else buffer.grad
-    assert flat is not None
+    found = buffer.full_grad if replicated else buffer.grad
+    assert found is not None
+    flat = in_memory(found)
     for slot, counts in enumerate(mask):
         if not counts:
             s = buffer.layout.slots[slot]

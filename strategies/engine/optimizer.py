@@ -16,6 +16,7 @@ import torch
 from shardlight.strategies.engine.deferred.tensors import materialise_tensors
 from shardlight.strategies.engine.kernels import Factors, take_step
 from shardlight.strategies.engine.plan import StatePlan
+from shardlight.strategies.engine.streaming import StreamedSteps
 from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.whole import WholeParameters
 from shardlight.strategies.errors import StrategyError
@@ -46,6 +47,10 @@ class LocalParameters:
         self._parts: dict[int, nn.Parameter | None] = {}
         """By id of a parameter that another one stands in for: what the optimizer gets; made with the first step."""
         self._whole = WholeParameters(table)
+        self.streamed: StreamedSteps | None = (
+            StreamedSteps(table, table.tiers, moments) if table.tiers is not None else None
+        )
+        """Takes steps where some of the state is on disk."""
 
     def of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
         """Returns what the optimizer gets for `parameter`, None if this rank owns nothing of it."""
@@ -142,6 +147,21 @@ class LocalParameters:
         for buffer in copying:
             buffer.copied = True
 
+    def streamed_step(self, optimizer: Optimizer, numbers: list[int], op: bool) -> None:
+        """Steps what has a gradient range by range, while the optimizer holds this rank's parts; see streaming.py.
+
+        Args:
+            op: a compiled op computes it.
+        """
+        assert self.streamed is not None
+        self.streamed.step(optimizer, numbers, self._made_parts(), op)
+
+    def keep_state(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+        """Brings what an optimizer has in memory of a parameter's state to its home."""
+        number = self._table.number_of_id.get(id(parameter))
+        if self.streamed is not None and number is not None and parameter in optimizer.state:
+            self.streamed.keep(optimizer, number, optimizer.state[parameter])
+
     def _unsettled(self, number: int) -> Tensor | None:
         if not self.plan.shard_optimizer:
             return self.gradient(number)
@@ -213,12 +233,18 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
                 "(AdamW, Adam, SGD, ...)" + ("." if kind is LBFGS else " or strategy ddp.")
             )
     local.numbers_of(optimizer)
+    if local.streamed is not None and local.needs_whole(optimizer):
+        raise StrategyError(
+            f"{type(optimizer).__name__} needs whole parameters, and state on disk is streamed element by element: use an "
+            "element-wise optimizer (AdamW, Adam, SGD, ...), or leave everything in memory (strategy zero3)."
+        )
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         mine = local.of(parameter, optimizer)
         state = optimizer.state.pop(parameter, None) if mine is not parameter else None
         if state and mine is not None:
             span = local.span(parameter, optimizer)
             optimizer.state[parameter] = {k: _cut(k, v, parameter, mine, span) for k, v in state.items()}
+            local.keep_state(optimizer, parameter)
     made = [(f"optimizer state '{k}'", v) for s in optimizer.state.values() for k, v in s.items()]
     materialise_tensors((k, v) for k, v in made if isinstance(v, Tensor))
 

@@ -1,6 +1,7 @@
 """Memory that is used again: the system clears the pages of a fresh buffer, and that costs as much as filling it."""
 
 import torch
+from shardlight.ops.disk import aligned
 from shardlight.ops.host_memory import arena
 from shardlight.ops.memory import keep_freed_memory
 from shardlight.strategies.engine.backing import Chunks, open_chunks
@@ -47,6 +48,12 @@ class Pages:
         own = arena() if self._shared else None
         found = None if own is None else own.take(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device) if found is None else found
+
+    def aligned(self, nbytes: int) -> Tensor:
+        """Returns (nbytes,) uint8 of anything whose address disks take directly."""
+        own = arena() if self._shared else None
+        found = None if own is None else own.take(nbytes, torch.uint8)
+        return aligned(nbytes) if found is None else found
 
     def give(self, tensor: Tensor) -> None:
         """Takes back what `take` returned; the caller has no further use for it."""

@@ -80,5 +80,6 @@ PLANS: dict[str, StatePlan] = {
         StatePlan("zero1", False, False, True, "window"),
         StatePlan("zero2", False, True, True, "micro_batch"),
         StatePlan("zero3", True, True, True, "micro_batch"),
+        StatePlan("infinity", True, True, True, "micro_batch"),
     )
 }

@@ -11,6 +11,7 @@ from shardlight.strategies.engine.flat_weights import BufferDtypes
 from shardlight.strategies.engine.partition import UnitSpec, find_units, set_small_apart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
+from shardlight.strategies.engine.tiers import Tiers
 from shardlight.strategies.engine.unit import Unit
 from torch import nn
 
@@ -28,7 +29,9 @@ class UnitTable:
         owner: Owner,
         dtypes: DtypePolicy,
         keep_small: int = 0,
+        tiers: Tiers | None = None,
     ) -> None:
+        self.tiers = tiers
         self.plan = plan
         self._dtypes = dtypes
         self._compute = dtypes.compute_dtypes(model)
@@ -67,7 +70,7 @@ class UnitTable:
             dtypes = BufferDtypes(
                 compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce, guarded=self._dtypes.guarded
             )
-            buffers.append(FlatBuffer(spec.name, params, plan, self.reduce, self.ranks, owner, dtypes))
+            buffers.append(FlatBuffer(spec.name, params, plan, self.reduce, self.ranks, owner, dtypes, self.tiers))
         unit = Unit(index, spec.name, spec.keep, buffers)
         unit.several = len(spec.roots) > 1
         if unit.sharded:

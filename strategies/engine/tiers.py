@@ -1,0 +1,241 @@
+"""Where state lives that is not on the device: its home tier, and the staging buffers that it comes through.
+
+State on disk is in one swap file per rank. The file has no name: it is removed from its folder when it was just made,
+so that it ends with its process however that ends, and no other job can take it for its own.
+
+Source: Rajbhandari et al. 2021, ZeRO-Infinity, sections 5 and 6 (arXiv 2104.07857).
+"""
+
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskFile, Request
+from shardlight.strategies.engine.disk_tensor import DiskTensor, Region, Traffic
+from shardlight.strategies.engine.pages import Pages
+from shardlight.strategies.errors import StrategyError
+from torch import Tensor
+
+Tier = Literal["device", "host", "disk"]
+Kind = Literal["parameters", "gradients", "optimizer"]
+_NAME = "shardlight-swap-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The home tier of each kind of state, and what moves it."""
+
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
+    disk: str = ""
+    """The folder of swap files."""
+    staging_count: int = 3
+    """Ranges of optimizer state that are in memory at a time: one is read, one is computed, one is written."""
+    staging_bytes: int = 4 << 20
+    """Of one tensor of a range."""
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any state is on disk."""
+        return "disk" in (self.parameters, self.gradients, self.optimizer)
+
+
+class Staging:
+    """Buffers that state on disk comes through, used again. Their memory can be read by the other ranks of the host.
+
+    Args:
+        kept: how many stay for later at most.
+    """
+
+    def __init__(self, pages: Pages, kept: int) -> None:
+        self._pages = pages
+        self._kept = kept
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns (numel,) of anything, at an address and on a length of memory that disks take directly."""
+        nbytes = -(-max(1, numel * dtype.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
+        found = next((n for n, b in enumerate(self._free) if b.numel() == nbytes), None)
+        held = self._pages.aligned(nbytes) if found is None else self._free.pop(found)
+        return held.view(dtype)[:numel]
+
+    def give(self, tensor: Tensor) -> None:
+        """Takes back what `take` returned."""
+        self._free.append(_whole(tensor))
+        del self._free[: -self._kept]
+
+
+def _whole(staged: Tensor) -> Tensor:
+    """Returns all bytes of a staging buffer."""
+    return torch.empty(0, dtype=torch.uint8).set_(staged.untyped_storage())
+
+
+class Fetched:
+    """Elements of a tensor on disk that are on their way into memory, or there.
+
+    Args:
+        staging: that `tensor` is from.
+    """
+
+    def __init__(self, request: Request, tensor: Tensor, staging: Staging) -> None:
+        self._request: Request | None = request
+        self._tensor: Tensor | None = tensor
+        self._staging = staging
+
+    def wait(self) -> Tensor:
+        """Returns (n,) once they are there."""
+        assert self._tensor is not None
+        if self._request is not None:
+            self._request.wait()
+            self._request = None
+        return self._tensor
+
+    def give(self) -> None:
+        """Gives the memory back."""
+        if self._tensor is not None:
+            self.wait()
+            self._staging.give(self._tensor)
+            self._tensor = None
+
+
+class Tiers:
+    """The disk tier of one rank.
+
+    Args:
+        pages: where staging buffers come from.
+    Raises: StrategyError: the folder of swap files cannot be used; OSError: nor written to.
+    """
+
+    def __init__(self, offload: Offload, pages: Pages) -> None:
+        self.offload = offload
+        self.staging = Staging(pages, 2 * offload.staging_count)
+        self.traffic: dict[Kind, Traffic] = {"parameters": Traffic(), "gradients": Traffic(), "optimizer": Traffic()}
+        self._engine = DiskEngine()
+        self._file = self._make_file(Path(offload.disk))
+        self._used_bytes = 0
+        self._free: dict[int, list[int]] = {}
+        """By size: ranges of the file that nobody has any more."""
+        self._writes: deque[tuple[Request, Tensor]] = deque()
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has waited for its disk."""
+        return self._engine.waited_s
+
+    @property
+    def disk_bytes(self) -> int:
+        """How large the swap file is."""
+        return self._used_bytes
+
+    def _make_file(self, folder: Path) -> DiskFile:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StrategyError(
+                f"disk: {folder} cannot be made a folder: {error.strerror}. Name another one."
+            ) from None
+        mine = f"{_NAME}{socket.gethostname()}-"
+        for left in folder.glob(f"{mine}*"):
+            # Of a process that ended before it could remove the name; what others have open they keep.
+            with suppress(OSError):
+                left.unlink()
+        path = folder / f"{mine}{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            file = self._engine.open(path, 0, create=True)
+        except OSError as error:
+            raise StrategyError(
+                f"disk: no file can be made in {folder}: {error}. Name a folder that is yours."
+            ) from None
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return file
+
+    def keeps(self, kind: Kind) -> bool:
+        """Whether this kind of state is on disk."""
+        return getattr(self.offload, kind) == "disk"
+
+    def empty(self, numel: int, dtype: torch.dtype, kind: Kind) -> DiskTensor:
+        """Returns (numel,) of anything on disk. Raises: OSError: the disk is full; says how much is needed."""
+        nbytes = -(-max(1, numel * dtype.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
+        if self._free.get(nbytes):
+            at = self._free[nbytes].pop()
+        else:
+            at = self._used_bytes
+            self._file.grow(at + nbytes)
+            self._used_bytes += nbytes
+        region = Region(self._file, at, numel, dtype, self.traffic[kind])
+        region.on_end(lambda: self._free.setdefault(nbytes, []).append(at))
+        return region.tensor()
+
+    def put(self, values: Tensor, kind: Kind) -> Tensor:
+        """Returns (n,) `values` in their home: a tensor on disk, or themselves."""
+        if not self.keeps(kind):
+            return values
+        kept = self.empty(values.numel(), values.dtype, kind)
+        kept.store(values)
+        return kept
+
+    # --- moving it
+
+    def fetch(self, tensor: Tensor) -> Fetched:
+        """Starts to bring (n,) elements on disk into memory."""
+        assert isinstance(tensor, DiskTensor)
+        staged = self.staging.take(tensor.numel(), tensor.dtype)
+        return Fetched(tensor.region.start_read(tensor.start, _padded(staged)), staged, self.staging)
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """Returns (n,) of anything, in memory, for what is to be written to a tensor on disk."""
+        return self.staging.take(tensor.numel(), tensor.dtype)
+
+    def write_behind(self, tensor: Tensor, staged: Tensor) -> None:
+        """Starts to write (n,) `staged`, a staging buffer, which it takes; a later read sees what was written."""
+        assert isinstance(tensor, DiskTensor)
+        self.reap(2 * self.offload.staging_count)
+        self._writes.append((tensor.region.start_write(tensor.start, _padded(staged)), staged))
+
+    def reap(self, most: int = 0) -> None:
+        """Returns when at most so many writes are under way. Raises: OSError: one failed."""
+        while self._writes and (len(self._writes) > most or self._writes[0][0].done):
+            request, staged = self._writes.popleft()
+            request.wait()
+            self.staging.give(staged)
+
+    def blocks(self, flat: Tensor, change: bool = False) -> Iterator[Tensor]:
+        """Yields (n,) `flat` as ranges in memory that follow each other; the next one is read meanwhile.
+
+        Args:
+            change: what was done to a range is kept.
+        """
+        if not isinstance(flat, DiskTensor):
+            yield flat
+            return
+        step = self.range_numel
+        parts = [flat[low : low + step] for low in range(0, flat.numel(), step)]
+        coming = [self.fetch(part) for part in parts[:1]]
+        for number, part in enumerate(parts):
+            coming += [self.fetch(later) for later in parts[number + 1 : number + 2]]
+            fetched = coming.pop(0)
+            yield fetched.wait()
+            if change:
+                self.write_behind(part, fetched.wait())
+            else:
+                fetched.give()
+
+    @property
+    def range_numel(self) -> int:
+        """Elements of a range: any dtype's begin and end at whole blocks of the disk."""
+        return max(1, self.offload.staging_bytes // 4 // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _padded(staged: Tensor) -> Tensor:
+    """Returns a staging buffer up to the next whole block, as a disk takes it directly."""
+    nbytes = -(-staged.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return _whole(staged)[:nbytes]
