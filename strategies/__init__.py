@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from shardlight.strategies.checkpoint.weights import LoadReport, load_weights
     from shardlight.strategies.ema import ShardedEMA
     from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
+    from shardlight.strategies.engine.offload import Offload
     from shardlight.strategies.options import EngineOptions
     from shardlight.strategies.precision import MixedFP16
-    from shardlight.strategies.zero import DDP, STRATEGIES, Single, ZeRO1, ZeRO2, ZeRO3
+    from shardlight.strategies.zero import DDP, STRATEGIES, Infinity, Single, ZeRO1, ZeRO2, ZeRO3
 
 __all__ = [
     "DDP",
     "STRATEGIES",
     "EngineOptions",
+    "Infinity",
     "LoadReport",
     "MixedFP16",
+    "Offload",
     "ShardedEMA",
     "ShardedStrategy",
     "Single",
@@ -41,8 +44,10 @@ _HOMES = {
     "DDP": "zero",
     "STRATEGIES": "zero",
     "EngineOptions": "options",
+    "Infinity": "zero",
     "LoadReport": "checkpoint.weights",
     "MixedFP16": "precision",
+    "Offload": "engine.offload",
     "ShardedEMA": "ema",
     "ShardedStrategy": "base",
     "Single": "zero",

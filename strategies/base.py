@@ -30,7 +30,7 @@ from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
 from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.notices import notify
-from shardlight.strategies.options import OPTIONS, make_options
+from shardlight.strategies.options import OPTIONS, make_options, offload_of
 from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.random_state import EpochRandomness
@@ -238,6 +238,7 @@ class ShardedStrategy(Saving):
                 self.options.collectives,
                 self.options.optimizer_kernel,
                 self.options.moments_dtype,
+                offload_of(self.options),
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)

@@ -14,6 +14,7 @@ from shardlight.strategies.engine.choices import (
     Recompute,
     Transport,
 )
+from shardlight.strategies.engine.offload import Offload, Tier
 from shardlight.strategies.engine.plan import PLANS, Reduce
 from shardlight.strategies.errors import StrategyError
 
@@ -96,17 +97,45 @@ class EngineOptions:
     """Steps in a row that may be skipped because a gradient is inf or NaN; then training ends with an error. A step
     that lowers the loss scale does not count."""
 
+    offload: Offload | None = None
+    """zero1 to zero3: which state is in host memory or on disk between its uses. Unset: all is on the device."""
+
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
 
-OPTIONS: dict[str, type[EngineOptions]] = dict.fromkeys(PLANS, EngineOptions)
+@dataclass(frozen=True, kw_only=True)
+class InfinityOptions(EngineOptions):
+    """Options of infinity: those of zero3, and of `offload` with everything on disk."""
+
+    disk: str = "swap"
+    """Folder of the swap files, one per rank, best on a local NVMe disk. They have no name while they are in use, and
+    are gone when their process ends, however that ends."""
+
+    parameters: Tier = "disk"
+    """Where the authoritative weights (fp32 masters under 16-bit precision) are."""
+
+    gradients: Tier = "disk"
+    """Where the reduced gradients of this rank's part are, from their reduction to the step."""
+
+    optimizer: Tier = "disk"
+    """Where what the optimizer keeps (moments) is."""
+
+    staging_count: int = 3
+    """How many ranges are in memory while a step streams: one is read, one computed, one written."""
+
+    staging_bytes: int = 4194304
+    """Bytes of one tensor of a range."""
+
+
+OPTIONS: dict[str, type[EngineOptions]] = {**dict.fromkeys(PLANS, EngineOptions), "infinity": InfinityOptions}
 """What options each strategy has, by its name in a config."""
 
 ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
-    "shard_group": (("zero1", "zero2", "zero3"), "{} shards nothing"),
-    "keep_gathered": (("zero3",), "the weights of {} are always there"),
-    "keep_small": (("zero3",), "the weights of {} are always there"),
+    "shard_group": (("zero1", "zero2", "zero3", "infinity"), "{} shards nothing"),
+    "keep_gathered": (("zero3", "infinity"), "the weights of {} are always there"),
+    "keep_small": (("zero3", "infinity"), "the weights of {} are always there"),
+    "offload": (("zero1", "zero2", "zero3"), "{} has options of its own for it, or shards nothing"),
 }
 """Options that mean something to some strategies only: which, and why not to the others."""
 
@@ -142,6 +171,36 @@ def _refuse_without_use(options: EngineOptions, strategy: str) -> None:
             raise StrategyError(f"{name} is for {owners}: {why.format(strategy)}. Leave it out.")
 
 
+def offload_of(options: EngineOptions) -> Offload | None:
+    """Returns where state is; None: all of it is on the device."""
+    if isinstance(options, InfinityOptions):
+        return Offload(**{field.name: getattr(options, field.name) for field in fields(Offload)})
+    return options.offload
+
+
+def _check_offload(options: EngineOptions, strategy: str) -> None:
+    offload = offload_of(options)
+    if offload is None:
+        return
+    own = "" if isinstance(options, InfinityOptions) else "offload."
+    for name, text in offload.faults().items():
+        raise StrategyError(f"{own}{text}" if text.startswith(name) else f"{own}{name}: {text}")
+    for name in ("parameters", "gradients", "optimizer"):
+        if getattr(offload, name) not in get_args(Tier):
+            raise StrategyError(
+                f"{own}{name}={getattr(offload, name)!r} is not a tier: use {', '.join(get_args(Tier)[:-1])} or disk."
+            )
+    if offload.parameters != "device" and strategy in ("zero1", "zero2"):
+        raise StrategyError(
+            f"{own}parameters={offload.parameters!r} is for zero3 and infinity: {strategy} keeps all weights on every "
+            "rank."
+        )
+    if offload.gradients == "disk" and (strategy == "zero1" or options.reduce == "window"):
+        raise StrategyError(
+            f"{own}gradients='disk' needs reduce: micro_batch: with window each rank keeps full gradients in memory."
+        )
+
+
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:
     """Makes the options of a strategy from keyword arguments.
 
@@ -171,6 +230,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     if options.keep_small < 0:
         raise StrategyError(f"keep_small={options.keep_small!r} must be 0 or more elements.")
     _refuse_without_use(options, strategy)
+    _check_offload(options, strategy)
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

@@ -37,5 +37,14 @@ class ZeRO3(ShardedStrategy):
     plan = PLANS["zero3"]
 
 
-STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3)}
+class Infinity(ShardedStrategy):
+    """zero3 with state on disk: what does not fit into memory trains all the same, with the same numbers.
+
+    Source: Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857).
+    """
+
+    plan = PLANS["infinity"]
+
+
+STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3, Infinity)}
 """By the name in a config file, and in `Trainer(strategy=...)`."""

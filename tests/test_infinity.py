@@ -5,9 +5,12 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from loops import optimizer_of, sharded
-from models import OddMLP, TinyGPT
+from models import TinyGPT
+from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.plan import PLANS
 from shardlight.strategies.engine.tiers import Offload
 from torch import nn
 
@@ -49,3 +52,34 @@ def same_bits(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_state_on_disk_gives_the_same_bits(world):
     run_ranks(same_bits, world)
+
+
+def reads(rank, world):
+    with tempfile.TemporaryDirectory() as folder:
+        offload = Offload(parameters="disk", gradients="disk", optimizer="disk", disk=folder)
+        torch.manual_seed(0)
+        model = TinyGPT(layers=4)
+        opt = adamw(model)
+        engine = Engine(model, PLANS["infinity"], dist.group.WORLD if world > 1 else None, offload=offload)
+        engine.take_optimizer(opt)
+        found = []
+        for step in range(6):
+            before = {kind: (t.read_bytes, t.written_bytes) for kind, t in engine.tiers.traffic.items()}
+            with engine.forward():
+                loss = next_token(model, tokens(step, rank), step, rank)[0]
+            engine.backward(loss)
+            engine.step(opt)
+            found.append(
+                {
+                    kind: (t.read_bytes - before[kind][0], t.written_bytes - before[kind][1])
+                    for kind, t in engine.tiers.traffic.items()
+                }
+            )
+        return found, sum(b.layout.shard_numel for b in engine.buffers)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_step_moves_what_the_table_says(world):
+    for found, numel in run_ranks(reads, world):
+        print(found, numel)
+    assert 0

@@ -71,6 +71,10 @@ class FlatBuffer(FlatWeights):
         """See [Note: factors]; None: `grad` is as it is to be."""
         self._squares: tuple[Tensor, int] | None = None
         """Sums of squares of `grad` by chunk, and the version of `grad` that they belong to."""
+        self._expected = 0.0
+        """The factor that `finish` had last: where `grad` goes to disk its squares are taken with it before."""
+        self._ahead: tuple[Tensor, int | Tensor] | None = None
+        """What `square_sums` found of `grad` with that factor; None: not known."""
         self.local: Tensor | None = None
         self.pages = self.collectives.pages
         self._taken: Tensor | None = None
@@ -157,8 +161,11 @@ class FlatBuffer(FlatWeights):
             if self._keeps_full_grad:
                 self._open_full_grad()
             else:
-                zeros = torch.zeros(self.layout.shard_numel, dtype=self.home_dtype, device=self.device)
-                self.grad = zeros if self.tiers is None else self.tiers.put(zeros, "gradients")
+                numel = self.layout.shard_numel
+                if self.tiers is not None and self.tiers.keeps("gradients"):
+                    self.grad = self.tiers.empty(numel, self.home_dtype, "gradients")
+                else:
+                    self.grad = torch.zeros(numel, dtype=self.home_dtype, device=self.device)
         assert self.grad is not None
         return self.grad
 
@@ -193,6 +200,8 @@ class FlatBuffer(FlatWeights):
             reduction, self._reduction = self._reduction, None
             reduction.wait()
         if self._summed is not None and self.tiers is not None and self.grad is not None:
+            if self._expected and OPS["sums"].native(self.device.type):
+                self._ahead = square_sums(self._summed, scale=self._expected, wait=False)
             self.tiers.write_behind(self.grad, self._summed)
             self._summed = None
         if self._sent is not None:
@@ -229,9 +238,14 @@ class FlatBuffer(FlatWeights):
             self.ranks.replicate.all_reduce(sums, f"reduce {self.name}")
             if sums is not self.grad:
                 self.grad.copy_(sums)
+            self._ahead = None
         if self.plan.shard_optimizer and self._kept is None and OPS["sums"].native(self.device.type):
             self.factors = (scale, 1.0)
-            found = [square_sums(part, scale=scale, wait=False) for part in self._grad_blocks()]
+            if self._ahead is not None and scale == self._expected:
+                found = [self._ahead]
+            else:
+                found = [square_sums(part, scale=scale, wait=False) for part in self._grad_blocks()]
+            self._ahead, self._expected = None, scale
             self._squares = torch.cat([squares for squares, _ in found]), self.grad._version
             return all_true([not_finite == 0 for _, not_finite in found]) if len(found) > 1 else found[0][1] == 0
         finite = self._scale(scale)
@@ -302,6 +316,7 @@ class FlatBuffer(FlatWeights):
         self._drop_local()
         self._kept = None
         self.reduced = False
+        self._ahead = None
         if carried:
             self.settle()
         self.factors = self._squares = None
@@ -316,7 +331,7 @@ class FlatBuffer(FlatWeights):
         """Forgets the gradient of one parameter within a window."""
         self.touched.discard(slot)
         self.carried.discard(slot)
-        self._squares = None
+        self._squares = self._ahead = None
         # In `local` what was not touched is cleared before it is reduced.
         for flat in (self._kept, self.grad if self.reduced else None):
             part = None if flat is None else self.piece_of_shard(slot, flat)
@@ -358,7 +373,10 @@ class FlatBuffer(FlatWeights):
         Args:
             values: (n,), the elements `span` of it; all of it where gradients are replicated.
         """
+        new = self.grad is None
         grad = self._open_grad()
+        if new:
+            grad.zero_()
         if self.plan.shard_optimizer:
             target = self.piece_of_shard(slot, grad)
         else:
@@ -371,6 +389,7 @@ class FlatBuffer(FlatWeights):
         grad = self._open_grad()
         self._keep()
         grad.zero_()
+        self._ahead = None
         for slot, part in parts.items():
             target = self.piece_of_shard(slot, grad)
             if target is not None:

@@ -130,12 +130,12 @@ class DiskTensor(Tensor):
             for n, a in enumerate(func._schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
-        if not written and func._schema.returns and any(r.alias_info is not None for r in func._schema.returns):
-            if func not in _READ_ONLY_VIEWS:
-                raise StrategyError(
-                    f"'{func}' of a tensor that is on disk would be a view of it, which it cannot be: read it first "
-                    "with `.clone()`."
-                )
+        is_view = not written and any(r.alias_info is not None for r in func._schema.returns)
+        if is_view and func not in _READ_ONLY_VIEWS:
+            raise StrategyError(
+                f"'{func}' of a tensor that is on disk would be a view of it, which it cannot be: read it first with "
+                "`.clone()`."
+            )
         loaded: dict[int, Tensor] = {}
 
         def load(tensor: DiskTensor) -> Tensor:

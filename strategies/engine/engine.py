@@ -195,6 +195,7 @@ class Engine:
         if kind is Need.GATHER:
             self._had[unit.index] = unit.gathered
             unit.start_gather()
+            self.weights.gathering(unit)
         elif kind is not Need.GATHER_HOME:
             self.gradients.start_reduce(unit, kind is Need.REDUCE_SUMS)
 

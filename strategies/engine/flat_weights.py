@@ -88,10 +88,10 @@ class FlatWeights:
         self._versions: list[int] = []
         self._note_versions()
         self._starts: list[int] = [s.start for s in self.layout.slots]
-        self._own_classes: list[type] = [marked_class(p, None) for p in self.params]
-        self._classes: list[type] = [marked_class(p, self._kind) for p in self.params]
-        """What parameters are while they are gathered, and while they are not."""
-        self._released_classes: list[type] = [marked_class(p, ReleasedParameter) for p in self.params]
+        self._own_classes, self._classes, self._released_classes = (
+            [marked_class(p, kind) for p in self.params] for kind in (None, self._kind, ReleasedParameter)
+        )
+        """What parameters are anyway, while they are gathered, and while they are not."""
         self.numbers: range = range(0)
         """The numbers of its parameters among all, once the units are numbered."""
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)

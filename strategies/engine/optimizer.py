@@ -235,8 +235,8 @@ def shard_optimizer(optimizer: Optimizer, local: LocalParameters) -> None:
     local.numbers_of(optimizer)
     if local.streamed is not None and local.needs_whole(optimizer):
         raise StrategyError(
-            f"{type(optimizer).__name__} needs whole parameters, and state on disk is streamed element by element: use an "
-            "element-wise optimizer (AdamW, Adam, SGD, ...), or leave everything in memory (strategy zero3)."
+            f"{type(optimizer).__name__} needs whole parameters, and state on disk is streamed element by element: "
+            "use an element-wise optimizer (AdamW, Adam, SGD, ...), or leave everything in memory (strategy zero3)."
         )
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         mine = local.of(parameter, optimizer)

@@ -1,9 +1,10 @@
 """The optimizer's step where some of its state is on disk: range by range, read ahead and written behind.
 
-[Note: streamed step] A buffer's shard is cut into ranges. While one range is stepped, weights, gradients and state of the
-next are read, and those of the one before are written. To the optimizer a range is a set of parameters of their own, with
-their own state: whatever treats one element at a time computes what it computes for whole parameters. State that is not
-laid out like a parameter (the count of steps) is the same for all ranges of one: each starts from what it was before.
+[Note: streamed step] A buffer's shard is cut into ranges. While one range is stepped, weights, gradients and state of
+the next are read, and those of the one before are written. To the optimizer a range is a set of parameters of their
+own, with their own state: whatever treats one element at a time computes what it computes for whole parameters. State
+that is not laid out like a parameter (the count of steps) is the same for all ranges of one: each starts from what it
+was before.
 
 Source: Rajbhandari et al. 2021, ZeRO-Infinity, section 5.2.2 (arXiv 2104.07857).
 """
@@ -136,7 +137,7 @@ class StreamedSteps:
         parameters = self._table.parameters
         mine = {n: part for n in numbers if (part := parts.get(id(parameters[n]), parameters[n])) is not None}
         for number, part in mine.items():
-            self.keep(optimizer, number, optimizer.state[part] if part in optimizer.state else {})
+            self.keep(optimizer, number, optimizer.state.get(part, {}))
         group_of = {id(p): at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
         groups = {number: group_of[id(part)] for number, part in mine.items()}
         before = {n: dict(optimizer.state[part]) if part in optimizer.state else None for n, part in mine.items()}

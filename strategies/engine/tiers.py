@@ -12,40 +12,19 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskFile, Request
 from shardlight.strategies.engine.disk_tensor import DiskTensor, Region, Traffic
+from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.pages import Pages
 from shardlight.strategies.errors import StrategyError
 from torch import Tensor
 
-Tier = Literal["device", "host", "disk"]
 Kind = Literal["parameters", "gradients", "optimizer"]
 _NAME = "shardlight-swap-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The home tier of each kind of state, and what moves it."""
-
-    parameters: Tier = "device"
-    gradients: Tier = "device"
-    optimizer: Tier = "device"
-    disk: str = ""
-    """The folder of swap files."""
-    staging_count: int = 3
-    """Ranges of optimizer state that are in memory at a time: one is read, one is computed, one is written."""
-    staging_bytes: int = 4 << 20
-    """Of one tensor of a range."""
-
-    @property
-    def uses_disk(self) -> bool:
-        """Whether any state is on disk."""
-        return "disk" in (self.parameters, self.gradients, self.optimizer)
 
 
 class Staging:
@@ -140,7 +119,7 @@ class Tiers:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StrategyError(
-                f"disk: {folder} cannot be made a folder: {error.strerror}. Name another one."
+                f"disk: {folder} is no folder and cannot be one: {error.strerror}. Name another."
             ) from None
         mine = f"{_NAME}{socket.gethostname()}-"
         for left in folder.glob(f"{mine}*"):
@@ -151,9 +130,7 @@ class Tiers:
         try:
             file = self._engine.open(path, 0, create=True)
         except OSError as error:
-            raise StrategyError(
-                f"disk: no file can be made in {folder}: {error}. Name a folder that is yours."
-            ) from None
+            raise StrategyError(f"disk: {folder}: no file can be made there: {error}. Name another folder.") from None
         with suppress(FileNotFoundError):
             path.unlink()
         return file
@@ -218,6 +195,8 @@ class Tiers:
             yield flat
             return
         step = self.range_numel
+        if not flat.numel():
+            yield torch.empty(0, dtype=flat.dtype)
         parts = [flat[low : low + step] for low in range(0, flat.numel(), step)]
         coming = [self.fetch(part) for part in parts[:1]]
         for number, part in enumerate(parts):

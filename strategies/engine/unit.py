@@ -145,6 +145,16 @@ class Unit:
         for buffer in self.buffers:
             buffer.start_gather()
 
+    def start_fetch(self) -> None:
+        """See FlatWeights.start_fetch."""
+        for buffer in self.buffers:
+            buffer.start_fetch()
+
+    def drop_fetched(self) -> None:
+        """See FlatWeights.drop_fetched."""
+        for buffer in self.buffers:
+            buffer.drop_fetched()
+
     def finish_gather(self) -> None:
         """See FlatBuffer.finish_gather."""
         for buffer in self.buffers:

@@ -11,6 +11,7 @@ from shardlight.strategies.engine.kept_units import keep_what_fits
 from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
 from shardlight.strategies.engine.ranges import hook_computing
+from shardlight.strategies.engine.read_ahead import ReadAhead
 from shardlight.strategies.engine.released import ReleasedParameter
 from shardlight.strategies.engine.unit import LOST, SavedCast, SavedWeight, Unit
 from shardlight.strategies.engine.units import UnitTable
@@ -44,6 +45,7 @@ class Weights:
         """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.turning: Unit | None = None
         """What forward holds or uses last and backward needs first: it stays in between."""
+        self._read_ahead = ReadAhead(table.units) if table.tiers is not None else None
         self._last: Unit | None = None
         self._makes_graph = False
         """Whether the forward of a unit that ran last was to have a backward."""
@@ -193,6 +195,11 @@ class Weights:
             with torch.no_grad():
                 self._agreement.need(Need.GATHER.of(unit.index), f"gather {unit.name}")
 
+    def gathering(self, unit: Unit) -> None:
+        """Called when a unit's gather has been started: what follows may be read from disk."""
+        if self._read_ahead is not None:
+            self._read_ahead.gathering(self._in_pass, unit)
+
     def _pack(self, tensor: Tensor) -> Any:
         kind = type(tensor)
         if self._guards and isinstance(tensor, nn.Parameter):
@@ -299,9 +306,14 @@ class Weights:
 
     def drop(self) -> None:
         """Releases units that are kept after their use, without a look at them: they hold weights of before."""
+        self._forget_read()
         for unit in self.table.units:
             if unit.sharded:
                 unit.drop()
+
+    def _forget_read(self) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead.forget()
 
     def release_for_step(self) -> None:
         """Before an optimizer changes the shards: nobody may go on with weights from before.
@@ -313,6 +325,7 @@ class Weights:
                 raise StrategyError("an optimizer step inside `with strategy.gathered(...)`: leave the context first.")
             if self.table.plan.shard_parameters:
                 unit.release(force=True)
+        self._forget_read()
         self._answer_doubts()
 
     def _answer_doubts(self) -> None:
@@ -348,6 +361,7 @@ class Weights:
             yield
             failed = False
         finally:
+            self._forget_read()
             with torch.no_grad():
                 for unit in units:
                     unit.pinned -= 1
