@@ -12,7 +12,14 @@ from typing import Any
 
 _REGISTRY = "lightning.pytorch.strategies"
 _HOME = "shardlight.strategies.zero"
-CLASSES = {"single": "Single", "ddp": "DDP", "zero1": "ZeRO1", "zero2": "ZeRO2", "zero3": "ZeRO3", "infinity": "Infinity"}
+CLASSES = {
+    "single": "Single",
+    "ddp": "DDP",
+    "zero1": "ZeRO1",
+    "zero2": "ZeRO2",
+    "zero3": "ZeRO3",
+    "infinity": "Infinity",
+}
 """By the name that `Trainer(strategy=...)` knows."""
 
 

@@ -66,13 +66,13 @@ def reference():
 class Run:
     """A model under a strategy."""
 
-    def __init__(self, plan, world, seed=0):
+    def __init__(self, plan, world, seed=0, offload=None):
         self.model = build(Everything)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter += seed
         self.optimizer = optimizer_for(self.model)
-        self.engine = Engine(self.model, PLANS[plan], group(world))
+        self.engine = Engine(self.model, PLANS[plan], group(world), offload=offload)
         self.engine.take_optimizer(self.optimizer)
 
     def step(self, number, rank, world):

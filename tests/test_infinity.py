@@ -9,9 +9,12 @@ import torch.distributed as dist
 from harness import run_ranks
 from loops import optimizer_of, sharded
 from models import TinyGPT
+from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.plan import PLANS
-from shardlight.strategies.engine.tiers import Offload
+from test_checkpoint_cross import SAVED_AFTER, Run, reference
 from torch import nn
 
 TIERS = ("device", "disk")
@@ -83,3 +86,95 @@ def test_each_step_moves_what_the_table_says(world):
     for found, numel in run_ranks(reads, world):
         print(found, numel)
     assert 0
+
+
+def everything_on(folder):
+    return Offload(parameters="disk", gradients="disk", optimizer="disk", disk=folder, staging_bytes=4096)
+
+
+def save_crosswise(rank, world, folder):
+    for plan in ("zero3", "infinity"):
+        run = Run(plan, world, offload=everything_on(f"{folder}/swap") if plan == "infinity" else None)
+        for number in range(SAVED_AFTER):
+            run.step(number, rank, world)
+        run.save(f"{folder}/{plan}-{world}")
+        run.assert_equals(CheckpointReader(f"{folder}/{plan}-{world}"), f"saved by {plan} on {world}")
+        run.engine.detach()
+
+
+def load_crosswise(rank, world, folder):
+    want = reference()
+    for saved, plan in (
+        ("infinity-2", "zero3"),
+        ("infinity-2", "ddp"),
+        ("zero3-2", "infinity"),
+        ("infinity-2", "infinity"),
+    ):
+        run = Run(plan, world, seed=3, offload=everything_on(f"{folder}/swap") if plan == "infinity" else None)
+        reader = CheckpointReader(f"{folder}/{saved}")
+        assert run.load(reader) == ([], [])
+        run.assert_equals(reader, f"{saved} opened by {plan} on {world}")
+        run.step(SAVED_AFTER, rank, world)
+        with run.engine.gathered():
+            for name, value in run.state().items():
+                torch.testing.assert_close(value.detach(), want[name], rtol=1e-9, atol=1e-9)
+        run.engine.detach()
+
+
+def test_checkpoints_open_under_other_strategies_and_theirs_here(tmp_path):
+    run_ranks(save_crosswise, 2, folder=str(tmp_path))
+    for file in (tmp_path / "zero3-2").glob("rank-*"):
+        assert file.read_bytes() == (tmp_path / "infinity-2" / file.name).read_bytes()
+    for world in (1, 2, 3):
+        run_ranks(load_crosswise, world, folder=str(tmp_path))
+    assert not list((tmp_path / "swap").iterdir())
+
+
+def whole(rank, world, folder, precision, plan):
+    """Accumulation, clipping, a layer that a step does not use, and 16 bits: what is compared is one list of numbers."""
+    dtypes = {
+        "32": AS_THEY_ARE,
+        "mixed": DtypePolicy(compute=torch.bfloat16, mixed=True),
+        "bf16": DtypePolicy(compute=torch.bfloat16),
+    }
+    found = []
+    runs = {
+        "zero1": {"optimizer": "disk"},
+        "zero2": {"optimizer": "disk", "gradients": "disk"},
+        "zero3": dict.fromkeys(("parameters", "gradients", "optimizer"), "disk"),
+    }
+    for offload in (None, Offload(**runs[plan], disk=folder, staging_bytes=4096)):
+        torch.manual_seed(0)
+        model = TinyGPT(layers=2)
+        if precision == "bf16":
+            model = model.to(torch.bfloat16)
+        opt = adamw(model)
+        engine = Engine(
+            model, PLANS[plan], dist.group.WORLD if world > 1 else None, dtypes=dtypes[precision], offload=offload
+        )
+        engine.take_optimizer(opt)
+        numbers = []
+        for step in range(3):
+            for micro in range(3):
+                with engine.forward(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
+                    loss = next_token(model, tokens(3 * step + micro, rank), step, rank)[0]
+                engine.backward(loss / 3, factor=3.0)
+            numbers += [float(engine.clip(opt, 0.5)), engine.window.mean_loss]
+            engine.step(opt)
+        with engine.gathered():
+            numbers += [p.detach().double().sum().item() for p in model.parameters()] + [
+                p.detach().double().square().sum().item() for p in model.parameters()
+            ]
+        engine.detach()
+        found.append(numbers)
+    assert found[0] == found[1], (precision, plan)
+
+
+def precisions(rank, world, folder):
+    for precision, plan in product(("32", "mixed", "bf16"), ("zero1", "zero2", "zero3")):
+        whole(rank, world, folder, precision, plan)
+
+
+@pytest.mark.case("C080")
+def test_accumulation_clipping_and_sixteen_bits_give_the_same_bits(tmp_path):
+    run_ranks(precisions, 2, folder=str(tmp_path))

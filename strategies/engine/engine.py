@@ -12,35 +12,32 @@ Usable without Lightning:
     engine.step(optimizer)
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from shardlight.ops.sums import all_true, real_view
-from shardlight.strategies.engine import norms
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.choices import KeepGathered, MomentsDtype, OptimizerKernel, Transport
 from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
-from shardlight.strategies.engine.disk_tensor import in_memory
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
+from shardlight.strategies.engine.final_gradients import FinalGradients
 from shardlight.strategies.engine.gradients import Gradients
 from shardlight.strategies.engine.kernels import why_not_compiled, why_unknown
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
+from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.ranges import STEP, begin, end
 from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
-from shardlight.strategies.engine.sharded_gradient import ShardedGradient
-from shardlight.strategies.engine.tiers import Offload, Tiers
+from shardlight.strategies.engine.tiers import open_tiers
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
 from shardlight.strategies.engine.units import UnitTable
@@ -104,7 +101,7 @@ class Engine:
         self.agreement = Agreement(self.collectives, self)
         self._had: dict[int, bool] = {}
         """By unit that is being gathered: whether this rank had it gathered already."""
-        self.tiers = Tiers(offload, self.ranks.shard.pages) if offload is not None and offload.uses_disk else None
+        self.tiers = open_tiers(offload, self.ranks.shard.pages, device)
         """What moves state that is on disk; None: all is in memory."""
         with torch.no_grad():
             materialise_buffers(model)
@@ -120,6 +117,7 @@ class Engine:
         self.gradients = Gradients(self.table, self.weights, self.replicas, self.agreement)
         moments = None if moments_dtype is None else getattr(torch, moments_dtype)
         self.local_parameters = LocalParameters(self.table, moments)
+        self.final_gradients = FinalGradients(self.table, self.local_parameters, self.gradients, self.agreement)
         self._optimizer_kernel: OptimizerKernel = optimizer_kernel
         self.stepping = False
         """`step` is under way."""
@@ -134,6 +132,9 @@ class Engine:
         self.open_window = self.gradients.open_window
         self.close_window = self.gradients.close_window
         self.gradient = self.gradients.gradient
+        self.norm = self.final_gradients.norm
+        self.clip = self.final_gradients.clip
+        self.clip_value = self.final_gradients.clip_value
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Parameters know their engine. What is pickled of a model are its weights; who loads them has no engine.
@@ -244,102 +245,6 @@ class Engine:
     def _optimized(self) -> frozenset[int]:
         return frozenset().union(*(self.local_parameters.numbers_of(o) for o in self._optimizers))
 
-    def norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of all final gradients (of the optimizer's parameters), 0-dim fp64, equal on all ranks.
-
-        The norm is taken once as long as the gradients stay as they are: logging it and clipping by it costs one.
-        """
-        changed = self.gradients.adopt()
-        wanted = None if optimizer is None else self.local_parameters.numbers_of(optimizer)
-        used = tuple(u and (wanted is None or n in wanted) for n, u in enumerate(self.window.used))
-        key = (norm_type, used, self.gradients.versions())
-        if changed:
-            # On every rank: one whose shard is not concerned sees no new version.
-            self.window.norms.clear()
-        if key not in self.window.norms:
-            if self.plan.shard_optimizer:
-                self.agreement.meet("gradient norm")
-            with torch.no_grad():
-                self.window.norms[key] = norms.global_norm(self.buffers, used, norm_type, self.ranks.shard)
-        return self.window.norms[key]
-
-    def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
-        self.close_window()
-        total = self.norm(optimizer, norm_type)
-        found = float(total)
-        factor = max_norm / (found + 1e-6)
-        if not factor >= 1.0:
-            with torch.no_grad():
-                self._clip(optimizer, factor)
-            self.window.norms.clear()  # on every rank: one that owns none of these gradients sees no new version
-        if isfinite(found):
-            self.window.finite = self.local_parameters.numbers_of(optimizer), self.gradients.versions()
-        return total
-
-    def _clip(self, optimizer: Optimizer, factor: float) -> None:
-        numbers = self.local_parameters.numbers_of(optimizer)
-        later = set()
-        if self.plan.shard_optimizer:
-            for buffer in self.buffers:
-                mine = [n for n in buffer.numbers if self.window.used[n]]
-                if numbers.issuperset(mine) and buffer.clip(factor):
-                    later.update(mine)
-        for gradient in self._local_gradients(optimizer, later):
-            gradient.mul_(factor)
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamps every element of the gradients to [-limit, limit]."""
-        self.close_window()
-        self.gradients.adopt()
-        with torch.no_grad():
-            for gradient in self._local_gradients(optimizer):
-                gradient.clamp_(-limit, limit)
-        self.window.norms.clear()
-
-    def _local_gradients(self, optimizer: Optimizer, without: Collection[int] = ()) -> Iterator[Tensor]:
-        """Yields the optimizer's final gradients on this rank, and full ones that hooks hold.
-
-        Args:
-            without: numbers of parameters whose part is left out.
-        """
-        numbers = self.local_parameters.numbers_of(optimizer)
-        for number in sorted(numbers):
-            if self.window.used[number]:
-                parameter = self.table.parameters[number]
-                gradient = None if number in without else self.local_parameters.gradient(number)
-                if gradient is not None:
-                    yield gradient
-                if self.plan.shard_optimizer:
-                    with torch._C.DisableTorchFunctionSubclass():
-                        full = parameter.grad
-                    if full is not None and not isinstance(full, ShardedGradient):
-                        # A hook holds the full gradient, which is taken in again before the step.
-                        yield full
-
-    def _find_not_finite(self, numbers: frozenset[int]) -> list[str]:
-        """Returns the names of parameters whose final gradient is inf or NaN on some rank; the same list on all."""
-        used, known = self.window.used, self.window.finite
-        finite = known is not None and numbers <= known[0] and known[1] == self.gradients.versions()
-        if not finite:
-            held = [b for b in self.buffers if any(used[b.numbers.start : b.numbers.stop])]
-            for buffer in held:
-                buffer.settle()
-            flats = [b.grad if self.plan.shard_optimizer else b.full_grad for b in held]
-            ends = [torch.stack(real_view(in_memory(f)).aminmax()) for f in flats if f is not None and f.numel()]
-            finite = all_true([torch.isfinite(e).all() for e in ends])
-        self.agreement.meet("finite gradients")
-        row = torch.tensor([int(finite)], dtype=torch.int64, device=self.collectives.device)
-        if self.collectives.gather_small(row, "finite gradients").all():
-            return []
-        mine = []
-        for number in sorted(numbers):
-            gradient = self.local_parameters.gradient(number)
-            if self.window.used[number] and gradient is not None and not torch.isfinite(gradient).all():
-                mine.append(self.table.names[number])
-        everyone = self.collectives.gather_objects(mine, "finite gradients")
-        return list(dict.fromkeys(name for names in everyone for name in names))
-
     def step(self, optimizer: Optimizer, keep_gradients: bool = False) -> StepResult:
         """Steps the optimizer on this rank's parts and makes the new weights everyone's. Collective.
 
@@ -415,7 +320,7 @@ class Engine:
             return StepResult.NO_WEIGHT
         numbers = self.local_parameters.numbers_of(optimizer)
         with torch.no_grad():
-            self.window.not_finite = self._find_not_finite(numbers)
+            self.window.not_finite = self.final_gradients.not_finite(numbers)
         if self.window.not_finite:
             return StepResult.NOT_FINITE
         return [n for n in sorted(numbers) if self.window.used[n]]

@@ -37,6 +37,11 @@ class Offload:
         """Whether any state is on disk."""
         return "disk" in (self.parameters, self.gradients, self.optimizer)
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether any state is not on the device."""
+        return {self.parameters, self.gradients, self.optimizer} != {"device"}
+
     def faults(self) -> dict[str, str]:
         """Returns what cannot be, by field: what is wrong, and the mend."""
         found = {}

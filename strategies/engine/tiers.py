@@ -90,7 +90,7 @@ class Tiers:
 
     Args:
         pages: where staging buffers come from.
-    Raises: StrategyError: the folder of swap files cannot be used; OSError: nor written to.
+    Raises: StrategyError: the folder of swap files cannot be used, or the device is none that this can serve.
     """
 
     def __init__(self, offload: Offload, pages: Pages) -> None:
@@ -218,3 +218,18 @@ def _padded(staged: Tensor) -> Tensor:
     """Returns a staging buffer up to the next whole block, as a disk takes it directly."""
     nbytes = -(-staged.nbytes // BLOCK_BYTES) * BLOCK_BYTES
     return _whole(staged)[:nbytes]
+
+
+def open_tiers(offload: Offload | None, pages: Pages, device: torch.device) -> Tiers | None:
+    """Returns what moves state that is not on the device; None: all of it is there.
+
+    Raises: StrategyError: see Tiers.
+    """
+    if offload is None or not offload.elsewhere:
+        return None
+    if device.type != "cpu":
+        raise StrategyError(
+            "offload to host memory or disk runs on CPU ranks alone in this version: leave it out on a GPU, or set "
+            "trainer.accelerator to cpu."
+        )
+    return Tiers(offload, pages) if offload.uses_disk else None
