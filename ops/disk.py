@@ -23,7 +23,7 @@ from typing import Self, TypeAlias
 
 import torch
 from shardlight.ops.built import why_no_ring, why_not
-from shardlight.ops.disk_files import BLOCK_BYTES, DiskError, mend, open_file, whole_blocks
+from shardlight.ops.disk_files import BLOCK_BYTES, DiskError, mend, open_file, reserve, whole_blocks
 from shardlight.ops.disk_native import Fault, NativeQueue
 from shardlight.ops.disk_reference import ReferenceQueue
 from shardlight.ops.registry import OPS
@@ -203,8 +203,9 @@ class DiskFile:
         nbytes: that may be asked for: the ones it was opened with, rounded up to whole blocks where it has these.
     """
 
-    def __init__(self, core: _Core, number: int, path: Path, nbytes: int) -> None:
+    def __init__(self, core: _Core, number: int, path: Path, nbytes: int, descriptor: int) -> None:
         self.path = path
+        self._descriptor = descriptor
         self.nbytes = nbytes
         self._core = core
         self._number = number
@@ -227,6 +228,14 @@ class DiskFile:
     def start_write(self, offset: int, data: Tensor) -> Request:
         """Starts to write a tensor, which is not to be changed before `Request.wait` has returned; see `start_read`."""
         return self._start(offset, data, True)
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the file longer and takes the space. Raises: DiskError: there is none; the file is as it was."""
+        if not self._finalizer.alive or self._core.closed:
+            raise DiskError(errno.EBADF, f"{self.path}: the file or its engine is closed. Open it again.")
+        self._core.check()
+        reserve(self._descriptor, self.path, whole_blocks(nbytes))
+        self.nbytes = max(self.nbytes, whole_blocks(nbytes))
 
     def read(self, offset: int, out: Tensor) -> None:
         """Fills a tensor; see `start_read`."""
@@ -347,7 +356,7 @@ class DiskEngine:
             self.direct, self.why_not_direct = False, f"{path}: {why_not_direct}"
         number = self._core.queue.add_file(descriptor, why_not_direct is None)
         self._core.paths[number] = path
-        return DiskFile(self._core, number, path, min(size, whole_blocks(nbytes)))
+        return DiskFile(self._core, number, path, min(size, whole_blocks(nbytes)), descriptor)
 
     def drain(self) -> None:
         """Waits until nothing is under way. Raises: DiskError: a request failed that nobody has waited for."""

@@ -43,7 +43,7 @@ def open_file(path: Path, nbytes: int, create: bool, direct: bool) -> tuple[int,
         raise DiskError(error.errno, why) from None
     try:
         if create:
-            _reserve(descriptor, path, whole_blocks(nbytes))
+            reserve(descriptor, path, whole_blocks(nbytes))
         size = os.fstat(descriptor).st_size
         if size < nbytes:
             raise DiskError(errno.EINVAL, f"{path}: the file is {size} bytes, needs {nbytes}. Start with a new one.")
@@ -65,16 +65,16 @@ def _fallocate() -> "ctypes._NamedFuncPointer":
     return function
 
 
-def _reserve(descriptor: int, path: Path, nbytes: int) -> None:
-    """Makes a file's size and takes its space. glibc's posix_fallocate would write to each block where it cannot."""
+def reserve(descriptor: int, path: Path, nbytes: int) -> None:
+    """Makes a file at least so large and takes the space. glibc's posix_fallocate would write to each block."""
     if not nbytes:
         return
     while _fallocate()(descriptor, 0, 0, nbytes):
         error = ctypes.get_errno()
         if error == errno.EOPNOTSUPP:
-            free = _free_bytes(path)
-            if free >= nbytes:
-                return os.ftruncate(descriptor, nbytes)
+            there = os.fstat(descriptor).st_size
+            if there + _free_bytes(path) >= nbytes:
+                return os.ftruncate(descriptor, max(there, nbytes))
             error = errno.ENOSPC
         if error != errno.EINTR:
             why = f"{os.strerror(error)} ({errno.errorcode.get(error, error)})"

@@ -195,9 +195,12 @@ def _check_offload(options: EngineOptions, strategy: str) -> None:
             f"{own}parameters={offload.parameters!r} is for zero3 and infinity: {strategy} keeps all weights on every "
             "rank."
         )
-    if offload.gradients == "disk" and (strategy == "zero1" or options.reduce == "window"):
+    if offload.gradients == "disk" and strategy == "zero1":
+        raise StrategyError(f"{own}gradients='disk' is for zero2 and up: zero1 keeps full gradients on every rank.")
+    if offload.gradients == "disk" and options.reduce == "window":
         raise StrategyError(
-            f"{own}gradients='disk' needs reduce: micro_batch: with window each rank keeps full gradients in memory."
+            f"reduce='window' keeps full gradients in memory, and {own}gradients is disk: leave reduce out, or set "
+            f"{own}gradients to device."
         )
 
 

@@ -276,7 +276,9 @@ def test_small_parameters_leave_their_units_for_one_of_their_own():
 
 def test_only_zero3_keeps_small_parameters():
     for name in ("single", "ddp", "zero1", "zero2"):
-        with pytest.raises(StrategyError, match=f"keep_small is for zero3: the weights of {name} are always there"):
+        with pytest.raises(
+            StrategyError, match=f"keep_small is for zero3 and infinity: the weights of {name} are always there"
+        ):
             make_options(EngineOptions, name, {"keep_small": 10})
     with pytest.raises(StrategyError, match="keep_small=-1 must be 0 or more elements"):
         make_options(EngineOptions, "zero3", {"keep_small": -1})

@@ -230,6 +230,22 @@ def test_files_are_new_with_their_space_or_there_already(make, tmp_path):
     engine.open(tmp_path / "empty", 0, create=True).read(0, torch.empty(0))
 
 
+def test_a_file_that_grows_keeps_what_it_has(make, tmp_path):
+    file = make().open(tmp_path / "file", 4096, create=True)
+    file.write(0, torch.full((4096,), 7, dtype=torch.uint8))
+    file.grow(20_000)
+    assert file.nbytes == (tmp_path / "file").stat().st_size == 20_480
+    file.write(16_384, torch.full((4096,), 9, dtype=torch.uint8))
+    out = aligned(20_480)
+    file.read(0, out)
+    assert out[:4096].eq(7).all() and out[4096:16_384].eq(0).all() and out[16_384:].eq(9).all()
+    file.grow(4096)
+    assert file.nbytes == (tmp_path / "file").stat().st_size == 20_480
+    with pytest.raises(DiskError, match="cannot reserve"):
+        file.grow(1 << 60)
+    assert (tmp_path / "file").stat().st_size == 20_480
+
+
 def test_a_full_disk_is_told_when_its_space_is_reserved_and_when_it_is_written(make, tmp_path):
     found = []
 

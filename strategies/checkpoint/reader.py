@@ -19,6 +19,7 @@ from shardlight.strategies.checkpoint.manifest import (
     n_chunks,
     open_plain,
 )
+from shardlight.strategies.engine.disk_tensor import DiskTensor
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
@@ -88,7 +89,9 @@ class CheckpointReader:
         """
         tensor = self.tensors[name]
         for low in range(0, out.numel(), _AT_ONCE):
-            part = out[low : low + _AT_ONCE]
+            whole = part = out[low : low + _AT_ONCE]
+            if isinstance(part, DiskTensor):
+                whole = part = torch.empty(part.numel(), dtype=part.dtype)
             begin = start + low
             for box in boxes_of_range(tensor.shape, begin, begin + part.numel()):
                 if not box.numel:
@@ -103,6 +106,8 @@ class CheckpointReader:
                             for o, n, b in zip(common.offsets, common.sizes, box.offsets, strict=True)
                         )
                         self._take(tensor, piece, common, to[inside])
+            if isinstance(out, DiskTensor):
+                out[low : low + _AT_ONCE].copy_(whole)
 
     def _take(self, tensor: StoredTensor, piece: StoredPiece, box: Box, out: Tensor) -> None:
         """Overwrites `out` with a box of a tensor that lies in a piece."""

@@ -11,6 +11,7 @@ from shardlight.ops.crc32 import crc32, crc32_chunks
 from shardlight.strategies.checkpoint.disk import start_writing, write_all
 from shardlight.strategies.checkpoint.dtypes import NAMES
 from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, StoredFile
+from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
@@ -75,9 +76,10 @@ def header(entries: Iterable[Entry], metadata: dict[str, str] | None = None) -> 
 def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the row-major bytes of a tensor, on the CPU where they are, else in copies of bounded size."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    step = max(1, flat.numel() if flat.device.type == "cpu" else _STAGED_BYTES // flat.element_size())
+    here = flat.device.type == "cpu" and not isinstance(flat, DiskTensor)
+    step = max(1, flat.numel() if here else _STAGED_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].cpu().contiguous().view(torch.uint8)
+        part = in_memory(flat[start : start + step]).cpu().contiguous().view(torch.uint8)
         yield memoryview(part.numpy())
 
 

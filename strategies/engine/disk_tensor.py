@@ -52,9 +52,13 @@ class Region:
         """Returns all of it as a tensor."""
         return DiskTensor(self, 0, (self.numel,))
 
-    def start_read(self, start: int, out_N: Tensor) -> Request:
-        """Starts to read the elements from `start` on into memory."""
-        self.traffic.read_bytes += out_N.nbytes
+    def start_read(self, start: int, out_N: Tensor, traffic: Traffic | None = None) -> Request:
+        """Starts to read the elements from `start` on into memory.
+
+        Args:
+            traffic: counts it instead of the region's own.
+        """
+        (traffic or self.traffic).read_bytes += out_N.nbytes
         return self.file.start_read(self.at_byte + start * self.dtype.itemsize, out_N)
 
     def start_write(self, start: int, data_N: Tensor) -> Request:
@@ -131,7 +135,7 @@ class DiskTensor(Tensor):
             if a.alias_info is not None and a.alias_info.is_write
         ]
         is_view = not written and any(r.alias_info is not None for r in func._schema.returns)
-        if is_view and func not in _READ_ONLY_VIEWS:
+        if is_view:
             raise StrategyError(
                 f"'{func}' of a tensor that is on disk would be a view of it, which it cannot be: read it first with "
                 "`.clone()`."
@@ -207,8 +211,6 @@ _LAZY = {
     _aten.slice.Tensor: _slice,
 }
 """Operations whose result is a range of the same file."""
-_READ_ONLY_VIEWS = (_aten.view.dtype, _aten.select.int, _aten.view_as_real.default)
-"""Views that are only read from, so that a copy does."""
 
 
 def in_memory(tensor: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class FlatWeights:
     def start_fetch(self) -> None:
         """Starts to read this rank's part from disk, for a gather that is to come; nothing where it is in memory."""
         if self.tiers is not None and isinstance(self.home, DiskTensor) and self._fetched is None:
-            self._fetched = self.tiers.fetch(self.home)
+            self._fetched = self.tiers.fetch(self.home, self.tiers.gathers)
 
     def drop_fetched(self) -> None:
         """Gives back what was read for a gather that did not come."""
@@ -342,7 +342,7 @@ class FlatWeights:
         mine = self.full[self._span]
         if self.mastered:
             # What was not written keeps its full precision.
-            written = bits(mine) != bits(self.home.to(self.dtype))
+            written = bits(mine) != bits(in_memory(self.home).to(self.dtype))
             if self.device.type == "cpu":
                 self.home[written] = mine[written].to(self.home_dtype)
             else:

@@ -97,6 +97,9 @@ class Tiers:
         self.offload = offload
         self.staging = Staging(pages, 2 * offload.staging_count)
         self.traffic: dict[Kind, Traffic] = {"parameters": Traffic(), "gradients": Traffic(), "optimizer": Traffic()}
+        """What was written, and what was read for the optimizer's step, or by whoever looks at state."""
+        self.gathers = Traffic()
+        """What was read of parameters for gathers."""
         self._engine = DiskEngine()
         self._file = self._make_file(Path(offload.disk))
         self._used_bytes = 0
@@ -128,7 +131,7 @@ class Tiers:
                 left.unlink()
         path = folder / f"{mine}{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            file = self._engine.open(path, 0, create=True)
+            file = self._engine.open(path, BLOCK_BYTES, create=True)
         except OSError as error:
             raise StrategyError(f"disk: {folder}: no file can be made there: {error}. Name another folder.") from None
         with suppress(FileNotFoundError):
@@ -162,11 +165,15 @@ class Tiers:
 
     # --- moving it
 
-    def fetch(self, tensor: Tensor) -> Fetched:
-        """Starts to bring (n,) elements on disk into memory."""
+    def fetch(self, tensor: Tensor, traffic: Traffic | None = None) -> Fetched:
+        """Starts to bring (n,) elements on disk into memory.
+
+        Args:
+            traffic: counts it instead of the kind of state it is.
+        """
         assert isinstance(tensor, DiskTensor)
         staged = self.staging.take(tensor.numel(), tensor.dtype)
-        return Fetched(tensor.region.start_read(tensor.start, _padded(staged)), staged, self.staging)
+        return Fetched(tensor.region.start_read(tensor.start, _padded(staged), traffic), staged, self.staging)
 
     def staged(self, tensor: Tensor) -> Tensor:
         """Returns (n,) of anything, in memory, for what is to be written to a tensor on disk."""
