@@ -1,6 +1,6 @@
 """Which templates there are, and what changed in one since a project was made from it. Knows neither torch nor copier.
 
-[Note: templates] A template is a folder in here with a `template.yaml` (what it is for, its version) and a `project/`,
+[Note: templates] A template is a folder in here with a `template.yml` (what it is for, its version) and a `project/`,
 which copier renders: files that end in .jinja with what is in braces replaced, all others as they are. What several
 templates say alike is in `shared/`, which they include. Nothing in a template runs.
 """
@@ -18,7 +18,7 @@ RECORD = ".shardlight.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What `template.yaml` says of a template."""
+    """What `template.yml` says of a template."""
 
     name: str
     """Name of its folder."""
@@ -35,7 +35,7 @@ class Template:
 def find_templates(root: Path = ROOT) -> dict[str, Template]:
     """The templates in a folder by name."""
     found = {}
-    for path in sorted(root.glob("*/template.yaml")):
+    for path in sorted(root.glob("*/template.yml")):
         values = read_yaml(path)[0].plain()
         values["requires"] = tuple(values.get("requires") or ())
         values["changes"] = {int(version): text for version, text in (values.get("changes") or {}).items()}

@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 TEMPLATES = find_templates()
-SMALL: dict[str, list[str]] = {"tabular": []}
+SMALL: dict[str, list[str]] = {"tabular": [], "classifier": ["module.width=8"]}
+SMALL["language_model"] = ["module.width=32", "module.depth=2", "module.heads=2", "data.max_train_bytes=100000"]
+SMALL["language_model"] += ["data.max_validation_bytes=5000"]
 """Overrides with which a project of a template is small enough for many runs."""
 needed = {"classifier": ["sklearn"], "finetune": ["transformers", "peft"]}
 
@@ -166,10 +168,10 @@ def test_a_project_of_an_older_template_is_told_what_changed(tmp_path, templates
     made_by = TEMPLATES["tabular"].version
     assert what_changed(config) == []
     text = (
-        (templates / "tabular" / "template.yaml").read_text().replace(f"version: {made_by}", f"version: {made_by + 2}")
+        (templates / "tabular" / "template.yml").read_text().replace(f"version: {made_by}", f"version: {made_by + 2}")
     )
     changes = f"changes:\n  {made_by}: before\n  {made_by + 1}: data.path is data.file\n  {made_by + 2}: and more\n"
-    (templates / "tabular" / "template.yaml").write_text(text.partition("changes:")[0] + changes)
+    (templates / "tabular" / "template.yml").write_text(text.partition("changes:")[0] + changes)
     told = [f"{folder}/.shardlight.yaml: template tabular {made_by + 1}: data.path is data.file"]
     told += [f"{folder}/.shardlight.yaml: template tabular {made_by + 2}: and more"]
     assert what_changed(config, templates) == told
@@ -279,8 +281,9 @@ def joined(batches: list):
 
 
 @pytest.mark.case("C100")
-def test_losses_are_equal_under_every_strategy(project, name):
+def test_losses_are_equal_under_every_strategy(project, name, tmp_path, monkeypatch):
     """Those of two ranks, and of one process on the joined batches."""
+    monkeypatch.setenv("SHARDLIGHT_CACHE", str(tmp_path))
     common = {"project": str(project), "overrides": SMALL[name]}
     sharded = ["ddp", "zero1", "zero2", "zero3"]
     (losses, first), (_, second) = run_ranks(
@@ -304,6 +307,11 @@ def run_tests(rank, world_size, project):
     return output.getvalue()
 
 
+def test_the_model_of_the_language_model_template_is_the_examples():
+    template = ROOT / "language_model" / "project" / "{{name}}" / "model.py"
+    assert template.read_text() == (ROOT.parent / "examples" / "language_model" / "model.py").read_text()
+
+
 @pytest.mark.case("C100")
 def test_its_own_tests_are_green(project):
     (output,) = run_ranks(run_tests, 1, timeout_s=120, project=str(project))
@@ -313,15 +321,17 @@ def test_its_own_tests_are_green(project):
 @pytest.mark.case("C100")
 def test_it_trains_resumes_and_exports_by_the_command_line(project, name, tmp_path):
     """The smallest as it was generated, from another working directory."""
-    overrides = SMALL[name] + ["run.dir=runs"] + (["trainer.max_steps=4"] if SMALL[name] else [])
-    outcome = run_command(["fit", project / "config.yaml", *overrides], tmp_path, timeout_s=120)
+    overrides = [*SMALL[name], "run.dir=runs", *(["schedule.warmup_steps=1"] if SMALL[name] else [])]
+    short = ["trainer.max_steps=4"] if SMALL[name] else []
+    variables = {"SHARDLIGHT_CACHE": str(tmp_path)}
+    outcome = run_command(["fit", project / "config.yaml", *overrides, *short], tmp_path, variables, timeout_s=120)
     assert outcome.code == 0 and outcome.left_running == (), outcome.output
     assert "warning" not in outcome.output.lower(), outcome.output
     runs = tmp_path / "runs" / f"my_{name}"
     summary = json.loads((runs / "000" / "summary.json").read_text())
     steps = summary["steps"]
-    more = [f"trainer.max_steps={steps + 2}", "trainer.max_epochs=1000", "resume=auto", "strategy=zero3"]
-    outcome = run_command(["fit", project / "config.yaml", *overrides, *more], tmp_path, timeout_s=120)
+    more = [f"trainer.max_steps={steps + 2}", "trainer.max_epochs=1000", "resume=auto", "strategy=zero2"]
+    outcome = run_command(["fit", project / "config.yaml", *overrides, *more], tmp_path, variables, timeout_s=120)
     assert outcome.code == 0, outcome.output
     assert json.loads((runs / "001" / "summary.json").read_text())["steps"] == steps + 2
     checkpoint = runs / "001" / "checkpoints" / f"step-{steps + 2}"

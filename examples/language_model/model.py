@@ -90,6 +90,7 @@ class LanguageModel(TrainingModule):
 
     def __init__(self, vocab_size: int = 256, width: int = 256, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.model = GPT(vocab_size, width, depth, heads)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
