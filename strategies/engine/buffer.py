@@ -32,7 +32,7 @@ from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
-from shardlight.strategies.engine.tiers import Tiers
+from shardlight.strategies.engine.tiers import Fetched, Tiers
 from torch import Tensor, nn
 
 _requires_grad_of = attrgetter("requires_grad")
@@ -81,6 +81,8 @@ class FlatBuffer(FlatWeights):
         """The memory that `local` is in, if it is to be given back."""
         self._summed: Tensor | None = None
         """Where a reduction sums up what is to go to disk."""
+        self._fetched_sum: Fetched | None = None
+        """What it is to be added to, on its way from disk."""
         self._sent: Tensor | None = None
         """The same of a reduction that is under way."""
         self._gaps: list[tuple[int, int]] = self.layout.gaps()
@@ -186,13 +188,24 @@ class FlatBuffer(FlatWeights):
         add = self.reduced and not self._in_place
         sent = self._to_send(local, several)
         if self.tiers is not None and isinstance(grad, DiskTensor):
-            grad = self._summed = self.tiers.fetch(grad).wait() if add else self.tiers.staged(grad)
+            if add:
+                self.start_fetch_sum()
+            if self._fetched_sum is not None:
+                grad, self._fetched_sum = self._fetched_sum.wait(), None
+            else:
+                grad = self.tiers.staged(grad)
+            self._summed = grad
         self._reduction = self.collectives.start_reduce_scatter(sent, grad, f"reduce {self.name}", add)
         if contribute:
             self.touched.clear()
             # Its memory is free when it is sent.
             self._sent, self.local, self._taken = self._taken, None, None
         self.reduced = True
+
+    def start_fetch_sum(self) -> None:
+        """Starts to read the sum of earlier micro-batches from disk, for a reduction that is to come."""
+        if self.tiers is not None and isinstance(self.grad, DiskTensor) and self.reduced and self._fetched_sum is None:
+            self._fetched_sum = self.tiers.fetch(self.grad)
 
     def finish_reduce(self) -> None:
         """Returns when the sum is in `grad`."""
@@ -238,7 +251,7 @@ class FlatBuffer(FlatWeights):
             self.ranks.replicate.all_reduce(sums, f"reduce {self.name}")
             if sums is not self.grad:
                 self.grad.copy_(sums)
-            self._ahead = None
+            self._forget_sum()
         if self.plan.shard_optimizer and self._kept is None and OPS["sums"].native(self.device.type):
             self.factors = (scale, 1.0)
             if self._ahead is not None and scale == self._expected:
@@ -262,6 +275,13 @@ class FlatBuffer(FlatWeights):
             if factor != 1.0 and self.grad is not None:
                 self._scale(factor)
         self.factors = None
+
+    def _forget_sum(self) -> None:
+        """What is known of the sums ahead of time is not so any more."""
+        self._ahead = None
+        if self._fetched_sum is not None:
+            fetched, self._fetched_sum = self._fetched_sum, None
+            fetched.give()
 
     def _grad_blocks(self, change: bool = False) -> Iterator[Tensor]:
         assert self.grad is not None
@@ -316,7 +336,7 @@ class FlatBuffer(FlatWeights):
         self._drop_local()
         self._kept = None
         self.reduced = False
-        self._ahead = None
+        self._forget_sum()
         if carried:
             self.settle()
         self.factors = self._squares = None
@@ -331,7 +351,8 @@ class FlatBuffer(FlatWeights):
         """Forgets the gradient of one parameter within a window."""
         self.touched.discard(slot)
         self.carried.discard(slot)
-        self._squares = self._ahead = None
+        self._squares = None
+        self._forget_sum()
         # In `local` what was not touched is cleared before it is reduced.
         for flat in (self._kept, self.grad if self.reduced else None):
             part = None if flat is None else self.piece_of_shard(slot, flat)
@@ -389,7 +410,7 @@ class FlatBuffer(FlatWeights):
         grad = self._open_grad()
         self._keep()
         grad.zero_()
-        self._ahead = None
+        self._forget_sum()
         for slot, part in parts.items():
             target = self.piece_of_shard(slot, grad)
             if target is not None:

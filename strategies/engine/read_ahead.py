@@ -1,4 +1,4 @@
-"""Reads parameters from disk before their unit is gathered, along the order in which units were gathered before."""
+"""Reads from disk what a unit needs before it is gathered, along the order in which units were gathered before."""
 
 from collections.abc import Sequence
 
@@ -31,6 +31,9 @@ class ReadAhead:
         Args:
             kind: of the pass.
         """
+        if kind == "backward":
+            for buffer in unit.buffers:
+                buffer.start_fetch_sum()
         if self._coming is not None and self._coming is not unit:
             self.forget()
         self._coming = None
