@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from command import run_command, run_together, torchrun_variables
+from harness import free_port
 from safetensors.torch import load_file, save_file
 from shardlight import cli
 from shardlight.commands.output import short_errors
@@ -276,8 +278,8 @@ def test_slurms_variables_become_torchruns():
 
 def test_a_run_from_the_first_step_to_the_exported_weights(project):
     """Fit, predict and export on two processes, as a user types it."""
-    code, out, err = run("fit", "config.yaml", "checkpoint.export_every_n_steps=3")
-    assert (code, out.splitlines()[-1]) == (0, "Run folder: runs/here/000"), err
+    done = run_command(["fit", "config.yaml", "checkpoint.export_every_n_steps=3"], project)
+    assert (done.code, done.output.splitlines()[-1]) == (0, "Run folder: runs/here/000"), done.output
     folder = project / "runs" / "here" / "000"
     expected = {"checkpoints", "config.yaml", "exports", "logs", "loss.png", "summary.json", "tensorboard"}
     assert {item.name for item in folder.iterdir()} == expected
@@ -285,8 +287,8 @@ def test_a_run_from_the_first_step_to_the_exported_weights(project):
     assert [item.name for item in (folder / "checkpoints").iterdir()] == ["step-3"]
     assert load_config(folder / "config.yaml") == load_config("config.yaml", ["checkpoint.export_every_n_steps=3"])
     saved = str(folder / "checkpoints" / "step-3")
-    code, out, err = run("predict", "config.yaml", "--ckpt", saved)
-    assert code == 0, err
+    done = run_command(["predict", "config.yaml", "--ckpt", saved], project)
+    assert done.code == 0, done.output
     predictions = load_file(project / "runs" / "here" / "001" / "predictions.safetensors")
     assert predictions["predictions"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     code, out, _ = here("export", saved, "--out", "out.safetensors")
@@ -391,7 +393,7 @@ def test_run_folders_are_counted_up_and_never_shared(project):
 
 def test_a_run_folder_that_cannot_be_made_is_an_error_without_a_traceback(project):
     (project / "file").write_text("")
-    code, out, err = run("fit", "config.yaml", "run.dir=file/below")
+    code, out, err = here("fit", "config.yaml", "run.dir=file/below")
     assert code == 1 and "Traceback" not in err
     assert err.strip().endswith(
         "ShardlightError: run.dir: the folder file/below/here cannot be made (Not a directory): set run.dir to one that "
@@ -427,6 +429,16 @@ def test_local_workers_are_this_command_again(project, monkeypatch, debug):
     assert ({"ConfigError", "CheckpointError"} <= set(options["terse"])) != debug
 
 
+def test_the_variables_of_torchrun_make_ranks_of_the_commands(project):
+    port = free_port()
+    line = ["fit", "config.yaml", "strategy=zero2"]
+    ended = run_together([line] * 2, project, [torchrun_variables(rank, 2, port) for rank in range(2)])
+    assert [outcome.code for outcome in ended] == [0, 0], ended
+    assert [outcome.output.count("Run folder: runs/here/000") for outcome in ended] == [1, 0], ended
+    assert (project / "runs" / "here" / "000" / "checkpoints" / "step-3" / "manifest.json").is_file()
+
+
+@pytest.mark.long
 def test_torchrun_starts_the_ranks_as_well(project):
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python"]
     # torchrun leaves a folder of its own in the temporary folder.

@@ -73,8 +73,6 @@ KINDS = ("no", "blocks", "blocks_reentrant")
 CASES = {
     1: [("single", {"compile_backend": "eager", "recompute": "blocks"}), ("zero3", {"recompute": "blocks_reentrant"})],
     2: [
-        ("ddp", {"compile_backend": "eager"}),
-        ("zero1", {"recompute": "blocks"}),
         ("zero2", {"compile_backend": "eager", "recompute": "blocks_reentrant"}),
         ("zero3", {}),
         ("zero3", {"recompute": "blocks"}),
@@ -256,6 +254,7 @@ def live_bytes(rank, world_size, recompute):
     engine = Engine(model, PLANS["zero3"], group(world_size), transforms=compiled(recompute=recompute))
     optimizer = optimizer_of(model)
     engine.take_optimizer(optimizer)
+    gc.freeze()  # what the libraries made is slow to look through
     seen = []
     for step in range(4):
         with engine.forward():

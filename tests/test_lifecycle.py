@@ -119,7 +119,7 @@ def test_a_rank_that_fails_outside_training_ends_the_run(project, place, how):
     [
         (0, "raise", "boom"),
         (0, "kill", "SIGKILL"),
-        (1, "raise", "boom"),
+        pytest.param(1, "raise", "boom", marks=pytest.mark.long),
         pytest.param(1, "exit", "DataLoader worker", marks=pytest.mark.long),
         (1, "kill", "DataLoader worker"),
     ],
@@ -152,7 +152,7 @@ def test_a_collective_call_on_one_rank_only_is_refused(project, strategy, how):
 
 
 @pytest.mark.case("C097")
-@pytest.mark.parametrize("missing", [2, 3])
+@pytest.mark.parametrize("missing", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_that_never_come_are_counted(project, missing):
     """Of 4 ranks that torchrun's variables announce, fewer start; those that did say how many arrived."""
     line, port = ["fit", "config.yaml", "trainer.devices=4", "strategy.timeout_s=5"], free_port()
@@ -258,7 +258,7 @@ def test_a_typo_ends_the_command_before_anything_is_launched(project):
     assert not (project / "runs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_signal_to_the_command_ends_its_workers(project, number):
     outcome = fit(project, "trainer.max_steps=1000000", "data.count=2000", signals=[(4.0, number)])
     assert outcome.code in (-number, 128 + number), outcome.output
@@ -267,7 +267,7 @@ def test_a_signal_to_the_command_ends_its_workers(project, number):
 
 
 @pytest.mark.conformance("C10")
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_sigterm_finishes_the_step_saves_and_ends_well(project, devices):
     options = (f"trainer.devices={devices}", "trainer.accumulate_grad_batches=3", "checkpoint.save_top_k=1")
     options += ("data.count=2000",)  # the rest of the epoch needs the data that it began with
