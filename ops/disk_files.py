@@ -6,6 +6,7 @@ import fcntl
 import functools
 import mmap
 import os
+import sys
 from pathlib import Path
 
 BLOCK_BYTES = 4096
@@ -69,8 +70,8 @@ def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     """Makes a file at least so large and takes the space. glibc's posix_fallocate would write to each block."""
     if not nbytes:
         return
-    while _fallocate()(descriptor, 0, 0, nbytes):
-        error = ctypes.get_errno()
+    while sys.platform != "linux" or _fallocate()(descriptor, 0, 0, nbytes):
+        error = ctypes.get_errno() if sys.platform == "linux" else errno.EOPNOTSUPP
         if error == errno.EOPNOTSUPP:
             there = os.fstat(descriptor).st_size
             if there + _free_bytes(path) >= nbytes:
@@ -116,6 +117,7 @@ def mend(error: int | None, path: Path) -> str:
         errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or use another file system.",
         errno.EEXIST: "Remove it, or use another folder.",
         errno.ENOENT: "Check the path.",
+        errno.EISDIR: "Give a file's path.",
         errno.ENOTDIR: "Check the path.",
         errno.EROFS: "Use a folder that can be written to.",
         errno.EACCES: "Use a folder that this user can write to.",

@@ -147,10 +147,10 @@ int main(int, char** arguments) {
             threads.emplace_back([=] { use(engine, file, n << 32, rounds); });
         }
         for (auto& each : threads) each.join();
-        const int fd = open(arguments[1], O_RDWR | O_CREAT, 0600);
+        const int fd = open(arguments[1], O_RDWR | O_CREAT | O_DIRECT, 0600);
         check(fd >= 0 && !unlink(arguments[1]) && !ftruncate(fd, kBytes), "no file");
         const int64_t file = ops_disk_add_file(engine, fd, 1);
-        ops_disk_spoil(engine, 5000, -1, 0);
+        ops_disk_spoil(engine, 5000, -1, 0);  // which is no whole number of blocks
         use(engine, file, uint64_t(9) << 32, rounds / 4);
         ops_disk_close_file(engine, file);
         const int last = open(arguments[1], O_RDWR | O_CREAT, 0600);

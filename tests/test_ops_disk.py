@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardlight.ops import built, disk
+from shardlight.ops import built, disk, registry
 from shardlight.ops.built import why_no_ring, why_not
 from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskError, aligned
 
@@ -117,7 +117,7 @@ def test_every_dtype_and_shape_is_taken_where_it_lies(make, tmp_path):
         out = torch.zeros_like(tensor)
         file.read(100, out)
         assert torch.equal(out, tensor)
-    for tensor in (torch.ones(4, 4).t()[1:], torch.ones(2, device="meta")):
+    for tensor in (torch.ones(4, 4).t()[1:], torch.ones(2, device="meta"), torch.ones(2, dtype=torch.cfloat).conj()):
         with pytest.raises(ValueError, match="not contiguous memory"):
             file.write(0, tensor)
 
@@ -153,9 +153,12 @@ def test_requests_that_are_not_waited_for_keep_the_programs_order(make, tmp_path
     assert not engine._core.held
 
 
-def test_a_queue_takes_more_than_its_depth_and_counts_what_it_moves(make, tmp_path):
+def test_a_queue_takes_more_than_its_depth_and_counts_what_it_moves(make, way, tmp_path):
     engine = make(depth=2, piece_bytes=BLOCK_BYTES)
     file = engine.open(tmp_path / "swap", 400 * BLOCK_BYTES, create=True)
+    file.write(0, aligned(400 * BLOCK_BYTES))
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert way != "threads" or names.count("shardlight-disk\n") == 2
     blocks = [aligned(2 * BLOCK_BYTES).fill_(n) for n in range(200)]
     writes = [file.start_write(2 * BLOCK_BYTES * n, block) for n, block in enumerate(blocks)]
     outs = [aligned(2 * BLOCK_BYTES) for _ in blocks]
@@ -163,11 +166,11 @@ def test_a_queue_takes_more_than_its_depth_and_counts_what_it_moves(make, tmp_pa
     for request in writes + reads:
         request.wait()
     assert all(torch.equal(a, b) for a, b in zip(blocks, outs, strict=True))
-    assert engine.bytes_read == engine.bytes_written == 400 * BLOCK_BYTES and engine.waited_s > 0
+    assert (engine.bytes_read, engine.bytes_written) == (400 * BLOCK_BYTES, 800 * BLOCK_BYTES) and engine.waited_s > 0
     file.read(100, torch.empty(BLOCK_BYTES, dtype=torch.uint8))
     assert engine.bytes_read == 402 * BLOCK_BYTES
     file.write(100, torch.empty(2 * BLOCK_BYTES, dtype=torch.uint8))
-    assert (engine.bytes_read, engine.bytes_written) == (404 * BLOCK_BYTES, 403 * BLOCK_BYTES)
+    assert (engine.bytes_read, engine.bytes_written) == (404 * BLOCK_BYTES, 803 * BLOCK_BYTES)
 
 
 def test_aligned_memory_is_its_own_and_whole_blocks():
@@ -206,14 +209,19 @@ def test_a_file_that_was_cut_short_is_an_error_and_not_old_or_missing_data(make,
                 start(offset, out)
 
 
+@pytest.mark.case("C079")
 def test_files_are_new_with_their_space_or_there_already(make, tmp_path):
     path = tmp_path / "swap"
     engine = make()
     with pytest.raises(DiskError, match="cannot be opened: No such file") as error:
         engine.open(path, 0, create=False)
     assert error.value.errno == errno.ENOENT
-    with pytest.raises(DiskError, match="cannot be created: No such file"):
-        engine.open(tmp_path / "none" / "swap", 1, create=True)
+    (tmp_path / "file").touch()
+    for folder, why in (("none", "No such file or directory. Check"), ("file", "Not a directory. Check the path")):
+        with pytest.raises(DiskError, match=f"cannot be created: {why}"):
+            engine.open(tmp_path / folder / "swap", 1, create=True)
+    with pytest.raises(DiskError, match="cannot be opened: Is a directory. Give a file"):
+        engine.open(tmp_path, 1, create=False)
     engine.open(path, 10_000, create=True).close()
     found = path.stat()
     assert (found.st_mode & 0o777, found.st_size) == (0o600, 12288) and found.st_blocks * 512 >= 12288
@@ -445,6 +453,8 @@ def test_where_the_system_forbids_io_uring_threads_do_it_and_say_so(tmp_path):
         assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, given, 0, 0) == 0
         built.why_no_ring.cache_clear()
         engine = DiskEngine()
+        (row,) = [row for row in registry.table() if row["op"] == "disk"]
+        assert row["chosen"] == "CPU: native" and row["why"] == f"CPU: it loads, {engine.why}"
         assert engine.way == "threads" and "io_uring is refused with EPERM: a container's" in engine.why
         engine.open(tmp_path / "swap", 4096, create=True).write(0, BYTES[:4096])
         with pytest.raises(DiskError, match="EPERM.* Set way to 'auto' or 'threads'"):

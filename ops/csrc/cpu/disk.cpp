@@ -52,6 +52,9 @@ class Engine : public Queue {
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             std::thread made(run);
+#if defined(__linux__)
+            pthread_setname_np(made.native_handle(), "shardlight-disk");
+#endif
             pthread_sigmask(SIG_SETMASK, &before, nullptr);
             return made;
         } catch (...) {
