@@ -68,16 +68,16 @@ def _fallocate() -> "ctypes._NamedFuncPointer":
 
 def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     """Makes a file at least so large and takes the space. glibc's posix_fallocate would write to each block."""
-    if not nbytes:
-        return
-    while sys.platform != "linux" or _fallocate()(descriptor, 0, 0, nbytes):
+    there = os.fstat(descriptor).st_size
+    while nbytes and (sys.platform != "linux" or _fallocate()(descriptor, 0, 0, nbytes)):
         error = ctypes.get_errno() if sys.platform == "linux" else errno.EOPNOTSUPP
         if error == errno.EOPNOTSUPP:
-            there = os.fstat(descriptor).st_size
             if there + _free_bytes(path) >= nbytes:
                 return os.ftruncate(descriptor, max(there, nbytes))
             error = errno.ENOSPC
         if error != errno.EINTR:
+            if os.fstat(descriptor).st_size > there:  # some of it was given
+                os.ftruncate(descriptor, there)
             why = f"{os.strerror(error)} ({errno.errorcode.get(error, error)})"
             raise DiskError(error, f"{path}: cannot reserve {nbytes} bytes: {why}. {mend(error, path)}")
 
@@ -89,9 +89,8 @@ def _why_not_direct(descriptor: int, size: int) -> str | None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
-        if size:
-            with mmap.mmap(-1, BLOCK_BYTES) as block:
-                os.preadv(descriptor, [block], 0)
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            os.preadv(descriptor, [block], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

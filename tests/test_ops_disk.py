@@ -267,6 +267,10 @@ def test_a_full_disk_is_told_when_its_space_is_reserved_and_when_it_is_written(m
         with pytest.raises(DiskError, match=r"cannot reserve 2097152 bytes: No space .*\(ENOSPC\). 1048576 bytes are"):
             engine.open(tmp_path / "swap", 2 << 20, create=True)
         assert list(tmp_path.iterdir()) == []
+        small = engine.open(tmp_path / "small", 1 << 18, create=True)
+        with pytest.raises(DiskError, match=r"small: cannot reserve 2097152 bytes: .*\(ENOSPC\)"):
+            small.grow(2 << 20)
+        assert small.nbytes == (tmp_path / "small").stat().st_size == 1 << 18
         (tmp_path / "sparse").touch()
         os.truncate(tmp_path / "sparse", 2 << 20)
         file = engine.open(tmp_path / "sparse", 2 << 20, create=False)
