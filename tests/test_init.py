@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import run_command
-from harness import LAUNCH_VARIABLES, run_ranks
+from harness import LAUNCH_VARIABLES, preload, run_ranks
 from lightning.pytorch import Callback, seed_everything
 from shardlight import cli
 from shardlight.framework import misplaced
@@ -23,12 +23,14 @@ from shardlight.templates.catalogue import ROOT, Template, find_templates, what_
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
+preload("warm_transformers")
 TEMPLATES = find_templates()
 SMALL: dict[str, list[str]] = {"tabular": [], "classifier": ["module.width=8"]}
 SMALL["language_model"] = ["module.width=32", "module.depth=2", "module.heads=2", "data.max_train_bytes=100000"]
 SMALL["language_model"] += ["data.max_validation_bytes=5000"]
+SMALL["finetune"] = ["module.width=32", "module.depth=2", "module.heads=2"]
 """Overrides with which a project of a template is small enough for many runs."""
-needed = {"classifier": ["sklearn"], "finetune": ["transformers", "peft"]}
+NEEDED = {"classifier": ["sklearn"], "finetune": ["transformers", "peft"]}
 
 
 def call(*arguments) -> tuple[int, str]:
@@ -50,7 +52,7 @@ def projects(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(params=TEMPLATES)
 def name(request) -> str:
-    for package in needed.get(request.param, ()):
+    for package in NEEDED.get(request.param, ()):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
     return request.param
 

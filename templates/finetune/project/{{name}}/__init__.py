@@ -1,0 +1,1 @@
+"""The project's package: what config.yaml names."""
