@@ -125,12 +125,14 @@ def check_equal(got: Outcome, want: Outcome, where: str, tolerance: float = 1e-1
         )
 
 
-def check_all_plans(make, losses, rank, world, where, tolerance=1e-10, options=({},), **settings) -> list[Outcome]:
-    """Every strategy gives the plain loop's losses, norms and weights."""
+def check_all_plans(
+    make, losses, rank, world, where, tolerance=1e-10, options=({},), chosen=None, **settings
+) -> list[Outcome]:
+    """Every strategy, or the `chosen` ones, gives the plain loop's losses, norms and weights."""
     want, runs = plain(make, losses, world, **settings), []
-    for plan in plans(world):
-        for chosen in options:
-            got = sharded(make, losses, plan, rank, world, **settings, **chosen)
-            check_equal(got, want, f"{where} {plan} {chosen} on {world} ranks", tolerance)
+    for plan in plans(world) if chosen is None else chosen:
+        for option in options:
+            got = sharded(make, losses, plan, rank, world, **settings, **option)
+            check_equal(got, want, f"{where} {plan} {option} on {world} ranks", tolerance)
             runs.append(got)
     return runs

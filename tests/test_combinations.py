@@ -117,8 +117,9 @@ def combine(rank, world_size, folder, rows):
             assert torch.equal(got[n], want), f"{where}: {n} is off by {(got[n] - want).abs().max():.2g}"
 
 
-def test_options_together_change_nothing(tmp_path):
-    rows = pairwise({"strategy": ("zero1", "zero2", "zero3"), **SETTINGS})
+@pytest.mark.parametrize("keep", [("no", "window"), pytest.param(SETTINGS["keep_gathered"], marks=pytest.mark.long)])
+def test_options_together_change_nothing(keep, tmp_path):
+    rows = pairwise({"strategy": ("zero1", "zero2", "zero3"), **SETTINGS, "keep_gathered": keep})
     run_ranks(combine, 2, init=False, folder=str(tmp_path), rows=rows, timeout_s=200)
 
 

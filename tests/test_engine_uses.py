@@ -246,15 +246,16 @@ USES: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
 }
 
 
-def check_uses(rank, world_size, names):
-    for name in names:
+def check_uses(rank, world_size, names, every=True):
+    for number, name in enumerate(names):
         options = ({"reduce": "micro_batch"}, {"reduce": "window"}) if world_size == 2 else ({},)
-        check_all_plans(*USES[name], rank, world_size, name, options=options)
+        chosen = None if every else (("ddp", "zero1", "zero2")[number % 3], "zero3")
+        check_all_plans(*USES[name], rank, world_size, name, options=options, chosen=chosen)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_use_gives_the_numbers_of_the_plain_loop(world_size):
-    run_ranks(check_uses, world_size, names=list(USES))
+@pytest.mark.parametrize("world_size,every", [(1, True), (3, False), pytest.param(3, True, marks=pytest.mark.long)])
+def test_every_use_gives_the_numbers_of_the_plain_loop(world_size, every):
+    run_ranks(check_uses, world_size, names=list(USES), every=every)
 
 
 @pytest.mark.conformance("A10")
