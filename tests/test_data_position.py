@@ -17,7 +17,7 @@ from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import load_rank, load_trainer
 from shardlight.strategies.errors import CheckpointError
 from test_lightning_fit import make_trainer
-from test_sample_order import Pairs
+from test_sample_order import Pairs, ShuffledPairs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
@@ -211,7 +211,7 @@ def compare_with_whole(trainer, cell, world, folder):
     torch.testing.assert_close(losses[:known], whole[:known], rtol=1e-9, atol=1e-12)
 
 
-def check(rank, world_size, folder, befores, first, every):
+def check(rank, world_size, folder, befores, first, every):  # not `every`: as many ranks as before are elsewhere
     for cell in [c for c in CELLS if world_size in c.worlds]:
         if first and world_size in cell.befores:
             had = saves(cell, world_size, folder)
@@ -223,7 +223,6 @@ def check(rank, world_size, folder, befores, first, every):
                 if rank == 0:
                     losses = load_trainer(CheckpointReader(f"{folder}/whole"))["losses"]
                     torch.save(losses, f"{folder}/whole.losses")
-        # On as many ranks as before the position is that of `check_alone` and `check_two`.
         chosen = [b for b in befores if b in cell.worlds and b in cell.befores and (every or b != world_size)]
         for before in chosen if every or cell is CELLS[0] or world_size < 4 else chosen[-1:]:
             trainer = goes_on(cell, before, world_size, folder)
@@ -284,13 +283,6 @@ def check_same_as_whole(folder, name, make, **kwargs):
         assert order(f"{path}-end") == order(f"{folder}/{name}-whole"), where
         assert torch.equal(losses(f"{path}-end"), losses(f"{folder}/{name}-whole")), where
     return whole
-
-
-class ShuffledPairs(Pairs):
-    """Draws its order from the process's numbers."""
-
-    def __iter__(self):
-        return iter(torch.randperm(self.length).view(-1, 2).tolist())
 
 
 class Both(Module):
@@ -355,9 +347,8 @@ def check_alone(rank, world_size, folder):
     check_same_as_whole(folder, "limited iterable", lambda: DataLoader(Numbers(), 2), limit_train_batches=4)
     check_same_as_whole(folder, "batch sampler", lambda: DataLoader(Rows(8), batch_sampler=Pairs(8)))
     check_same_as_whole(folder, "limited", shuffled, limit_train_batches=3)
-    # Orders that nobody knows, drawn from the process's numbers one after the other; the short one comes round.
-    both = lambda: [DataLoader(Rows(n), batch_sampler=ShuffledPairs(n)) for n in (8, 4)]  # noqa: E731
-    check_same_as_whole(folder, "two batch samplers", both, module=Both)
+    pairs = lambda: [DataLoader(Rows(n), batch_sampler=ShuffledPairs(n)) for n in (8, 4)]  # noqa: E731
+    check_same_as_whole(folder, "two of an order that nobody knows", pairs, module=Both)
 
     # A loader of persistent workers that was used for a fit serves the next one.
     loader = shuffled(**again)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,19 @@ def sources() -> list[Path]:
     return files + [p for p in [ROOT / "cli.py"] if p.exists()]
 
 
-def imports(path: Path):
-    """Yields (line, dotted target, inside a function, for the type checker only) of each import in a file."""
-    tree = ast.parse(path.read_text())
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The parsed file; several tests look at each."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str, bool, bool]]:
+    """Returns (line, dotted target, inside a function, for the type checker only) of each import in a file."""
+    return list(found_imports(tree_of(path)))
+
+
+def found_imports(tree: ast.Module):
     functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(n) for f in functions for n in ast.walk(f)}
     guarded = {

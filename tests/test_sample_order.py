@@ -32,6 +32,13 @@ class Pairs:
         return self.length // 2
 
 
+class ShuffledPairs(Pairs):
+    """Draws its order from the process's numbers."""
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length).view(-1, 2).tolist())
+
+
 @given(
     length=st.integers(1, 40), ranks=st.integers(1, 5), size=st.integers(1, 4), shuffle=st.booleans(),
     uneven=st.booleans(), data=st.data(),

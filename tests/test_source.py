@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from test_layering import ROOT, SOURCES
+from test_layering import ROOT, SOURCES, tree_of
 
 LINES = 500
 PROJECTS = sorted((ROOT / "templates").glob("*/project/**/*.py"))
@@ -15,7 +15,7 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "managers", "mis
 def test_a_file_says_what_it_is_for_and_is_short(path):
     text = path.read_text()
     assert text.startswith('"""'), "the first line is the docstring: what the file is for"
-    assert len(ast.get_docstring(ast.parse(text)).splitlines()[0]) > 20
+    assert len(ast.get_docstring(tree_of(path)).splitlines()[0]) > 20
     assert len(text.splitlines()) <= LINES
     assert path.stem not in VAGUE_NAMES
 
@@ -23,7 +23,7 @@ def test_a_file_says_what_it_is_for_and_is_short(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_the_command_line_prints(path):
     """A stream that was handed in may be written to; the terminal itself is the command line's."""
-    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    calls = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Call)]
     prints = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
     lines = [n.lineno for n in prints if not any(k.arg == "file" for k in n.keywords)]
     assert path.name == "cli.py" or not lines, f"print in lines {lines}"
@@ -32,7 +32,7 @@ def test_only_the_command_line_prints(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_fault_is_swallowed(path):
     """`except Exception` is allowed where it raises again or reports the error; a bare `except:` never."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ExceptHandler):
             wide = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
