@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import run_ranks
+from loops import IN_MEMORY
 from shardlight.framework import TrainingModule
 from shardlight.strategies import STRATEGIES
 from test_lightning_fit import make_trainer
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def strategies(world: int) -> list[str]:
-    return [name for name in STRATEGIES if name != "single" or world == 1]
+    return [name for name in IN_MEMORY if name != "single" or world == 1]
 
 
 class Scalar(TrainingModule):

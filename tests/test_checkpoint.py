@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from harness import run_ranks
+from loops import IN_MEMORY
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from shardlight.strategies import STRATEGIES
@@ -103,7 +104,7 @@ def run(strategy, world, folder, stop=None, path=None, resume=None, epochs=2):
 
 def resume_equals(rank, world_size, folder):
     per_epoch = 24 // 3 // world_size
-    for strategy in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+    for strategy in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
         whole = run(strategy, world_size, folder)
         assert whole[5] == 2 * per_epoch
         for stop in (per_epoch - 1, per_epoch, per_epoch + 2):
@@ -160,7 +161,7 @@ def order(rank, world_size, folder):
             self.rows = [*getattr(self, "rows", []), *batch[0][:, 0].tolist()]
             return super().training_step(batch, batch_idx)
 
-    for strategy in STRATEGIES:
+    for strategy in IN_MEMORY:
         module = Seen()
         trainer = make_trainer(strategy, 1, folder, precision="32-true", use_distributed_sampler=True)
         trainer.fit(module, DataLoader(Rows(), batch_size=3))

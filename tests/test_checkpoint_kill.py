@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import RanksFailedError, run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from shardlight.strategies import STRATEGIES
+from loops import IN_MEMORY
 from shardlight.strategies.checkpoint.candidates import find, tidy
 from shardlight.strategies.checkpoint.exact import compare_exactly
 from shardlight.strategies.checkpoint.reader import CheckpointReader
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 STEPS = 20
 LAST = f"batch-{2 * STEPS}"
-NAMES = [s for s in STRATEGIES if s != "single"]
+NAMES = [s for s in IN_MEMORY if s != "single"]
 
 
 class Module(pl.LightningModule):

@@ -13,7 +13,7 @@ from harness import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.strategies import DDPStrategy
-from shardlight.strategies import STRATEGIES
+from loops import IN_MEMORY
 from shardlight.strategies.errors import StrategyError
 from test_cases_training import batches, strategies
 from test_lightning_fit import make_trainer
@@ -98,7 +98,7 @@ def check_order(rank, world_size, folder, full):
         stock = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
         want = trace_of(stock, rank, world_size, f"{folder}/stock{number}", settings)
         assert len(want) > 200, want
-        names = [n for n in STRATEGIES if n != "single"]
+        names = [n for n in IN_MEMORY if n != "single"]
         for name in names if full else (names[number % 4], "zero3"):
             got = trace_of(name, rank, world_size, f"{folder}/{name}{number}", settings)
             for place, (mine, theirs) in enumerate(zip(got, want, strict=False)):

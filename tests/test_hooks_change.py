@@ -4,8 +4,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
+from loops import IN_MEMORY
 from models import OddMLP, regression_batch, regression_loss
-from shardlight.strategies import STRATEGIES
 from shardlight.strategies.errors import GradientError, StrategyError
 from test_lightning_fit import make_trainer
 from torch.utils.data import DataLoader, Dataset
@@ -111,7 +111,7 @@ def plain(change, world, clip):
 def check(rank, world_size, folder, hook, clip):
     for change in CHANGES:
         want = plain(change, world_size, clip)
-        for strategy in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+        for strategy in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
             module = Module(change, hook)
             trainer = make_trainer(strategy, world_size, folder, gradient_clip_val=clip)
             trainer.fit(module, DataLoader(Rows(rank), batch_size=None))

@@ -4,8 +4,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
+from loops import IN_MEMORY
 from models import MODELS, OPTIMIZERS, make, reference
-from shardlight.strategies import STRATEGIES
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -61,7 +61,7 @@ def make_trainer(strategy, world, folder, **kwargs):
 def fit(rank, world_size, folder, name, optimizer, accumulate, clip):
     count = 3 * accumulate - (1 if accumulate > 1 else 0)
     _, _, weights = reference(name, world_size, 3, accumulate, clip, optimizer)
-    for strategy in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+    for strategy in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
         module = Module(name, optimizer)
         trainer = make_trainer(strategy, world_size, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
         trainer.fit(

@@ -226,7 +226,8 @@ class StreamedSteps:
             else:
                 type(optimizer).step(optimizer)
         for number, start, stop in members:
-            after[number] = self._take_back(optimizer, staged, number, (start, stop), state.get(made[number], {}))
+            if made[number] in state:
+                after[number] = self._take_back(optimizer, staged, number, (start, stop), state[made[number]])
         staged.weights.end(True)
         staged.gradients.end(False)
         for part in staged.states.values():
