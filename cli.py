@@ -43,6 +43,9 @@ app.add_typer(ops, name="ops")
 
 Print = Annotated[bool, typer.Option("--print", help="Print the resolved config with each value's origin, and stop.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Start everything, stop before the first step.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start even where state cannot fit into the memory or the disk that are there.")
+]
 Checkpoint = Annotated[
     str | None, typer.Option("--ckpt", metavar="PATH", help="Checkpoint to go on from; auto: the newest whole one.")
 ]
@@ -74,6 +77,7 @@ def fit(
     *,
     show: Print = False,
     dry_run: DryRun = False,
+    force: Force = False,
     trust: Trust = None,
     debug: Debug = False,
     ckpt: Checkpoint = None,
@@ -81,7 +85,7 @@ def fit(
 ) -> None:
     """Train a module."""
     overrides = [*(overrides or []), *([f"resume.skip={json.dumps(skip)}"] if skip else [])]
-    _run("fit", config, overrides, show=show, dry_run=dry_run, trust=trust, debug=debug, ckpt=ckpt)
+    _run("fit", config, overrides, show=show, dry_run=dry_run, force=force, trust=trust, debug=debug, ckpt=ckpt)
 
 
 @app.command()
@@ -185,11 +189,12 @@ def _run(
     trust: list[str] | None,
     debug: bool,
     ckpt: str | None,
+    force: bool = False,
 ) -> None:
     started = time.time()
     given = [*(overrides or []), *([] if ckpt is None else [f"resume={json.dumps(ckpt)}"])]
     if "SHARDLIGHT_REPORTS" in os.environ:
-        _as_worker(verb, config, given, trust or [], dry_run)
+        _as_worker(verb, config, given, trust or [], dry_run, force)
         return
     with short_errors(debug):
         from shardlight.framework.config import load, to_dict
@@ -216,7 +221,7 @@ def _run(
         if world is None and loaded.config.trainer.devices > 1:
             code = _supervise(loaded, verb, started, dry_run=dry_run, debug=debug)
         else:
-            code = _here(loaded, verb, world, started, dry_run=dry_run)
+            code = _here(loaded, verb, world, started, dry_run=dry_run, force=force)
     if code:
         raise typer.Exit(code)
 
@@ -274,7 +279,7 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
     return code
 
 
-def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *, dry_run: bool) -> int:
+def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *, dry_run: bool, force: bool) -> int:
     """Runs in this process: the only one, or one of those that torchrun or SLURM started."""
     from shardlight.framework.assemble import quiet, run_rank
     from shardlight.framework.resume import choose
@@ -293,13 +298,14 @@ def _here(loaded: "Loaded", verb: str, world: "World | None", started: float, *,
         else:
             # Only rank 0 writes into the run folder by itself; where all do, they are told its name by rank 0.
             run_dir = Path(config.run.dir) / str(config.run.name)
-        run_rank(config, verb, run_dir, launched=world is not None, dry_run=dry_run, started=started, resume=choice)
+        how = {"launched": world is not None, "dry_run": dry_run, "force": force}
+        run_rank(config, verb, run_dir, **how, started=started, resume=choice)
         if first:
             _last_line(run_dir, dry_run)
     return 0
 
 
-def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], dry_run: bool) -> None:
+def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], dry_run: bool, force: bool) -> None:
     """One rank under our supervisor: a failure is left as a report, which the supervisor shows."""
     from shardlight.framework.report import leave_well, mark_done, write_report
 
@@ -312,7 +318,8 @@ def _as_worker(verb: str, config: str, overrides: list[str], trust: list[str], d
         loaded = load(config, overrides, trust, verb=verb)
         choice = choose(loaded.config, verb, os.environ)
         run_dir, started = Path(os.environ["SHARDLIGHT_RUN_DIR"]), float(os.environ["SHARDLIGHT_STARTED"])
-        run_rank(loaded.config, verb, run_dir, launched=True, dry_run=dry_run, started=started, resume=choice)
+        how = {"launched": True, "dry_run": dry_run, "force": force}
+        run_rank(loaded.config, verb, run_dir, **how, started=started, resume=choice)
     except BaseException as error:
         write_report(error)
         if os.environ["RANK"] != "0":

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 USER_FAULT = 2
 """Exit code for a fault in the config or in how the command was called."""
 
-MISTAKES = ("MisconfigurationException",)
-"""Names of other packages' errors that say what their user did wrong; they are known by name, not to be imported."""
+MISTAKES = ("MisconfigurationException", "DiskError")
+"""Names of errors that say what is wrong and what to do; they are known by name, not to be imported."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
 

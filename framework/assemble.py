@@ -21,12 +21,14 @@ from shardlight.framework.predictions import PredictionWriter
 from shardlight.framework.progress import Progress
 from shardlight.framework.report import write_report
 from shardlight.framework.resume import FRESH, Choice, Resume
+from shardlight.framework.room_table import show_room
 from shardlight.framework.schema import AUTO, CheckpointConfig, Config, StrategyConfig
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
 from shardlight.strategies import STRATEGIES, MixedFP16, ShardedStrategy, deferred_init
 from shardlight.strategies.errors import ShardlightError
 from shardlight.strategies.notices import show_plainly
+from shardlight.strategies.options import offload_of
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
@@ -136,10 +138,14 @@ def build_module(config: Config) -> LightningModule:
     return module
 
 
-def build_strategy(config: StrategyConfig) -> ShardedStrategy:
-    """Makes the strategy for a Trainer."""
+def build_strategy(config: StrategyConfig, *, force: bool = False) -> ShardedStrategy:
+    """Makes the strategy for a Trainer.
+
+    Args:
+        force: see EngineOptions.
+    """
     given = {field.name: getattr(config.options, field.name) for field in dataclasses.fields(config.options)}
-    return STRATEGIES[config.name](**given)
+    return STRATEGIES[config.name](**given | ({"force": True} if force else {}))
 
 
 def build_callbacks(
@@ -182,6 +188,7 @@ def build_trainer(
     dry_run: bool = False,
     started: float | None = None,
     resume: Choice = FRESH,
+    force: bool = False,
 ) -> Trainer:
     """Makes the Trainer.
 
@@ -193,6 +200,7 @@ def build_trainer(
         dry_run: stop before the first step, and write nothing.
         started: time.time() when the command started; now where None.
         resume: what it goes on from.
+        force: start even where state cannot fit.
     """
     trainer = config.trainer
     passed = ("accelerator", "devices", "num_nodes", "accumulate_grad_batches", "gradient_clip_val")
@@ -204,8 +212,11 @@ def build_trainer(
     if trainer.precision == "16-mixed":
         on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
         plugins.append(MixedFP16("cuda" if on_cuda else "cpu"))
-    strategy = build_strategy(config.strategy)
+    strategy = build_strategy(config.strategy, force=force)
     strategy.run_config = to_dict(config)
+    offload = offload_of(strategy.options)
+    if verb == "fit" and (dry_run or (offload is not None and offload.elsewhere)):
+        strategy.on_room = show_room
     if config.resume is not None:
         strategy.skip_on_load = config.resume.skip
         strategy.resume_order = resume.paths
@@ -233,6 +244,7 @@ def run_rank(
     dry_run: bool = False,
     started: float | None = None,
     resume: Choice = FRESH,
+    force: bool = False,
 ) -> Trainer:
     """Builds everything on this rank and runs it to the end; all ranks call it with the arguments of `build_trainer`.
 
@@ -241,7 +253,9 @@ def run_rank(
     seed_everything(config.seed, workers=True, verbose=False)
     module = build_module(config)
     data: LightningDataModule = config.data.build()
-    trainer = build_trainer(config, verb, run_dir, launched=launched, dry_run=dry_run, started=started, resume=resume)
+    trainer = build_trainer(
+        config, verb, run_dir, launched=launched, dry_run=dry_run, started=started, resume=resume, force=force
+    )
     arguments: dict[str, Any] = {"datamodule": data, "ckpt_path": resume.paths[0] if resume.paths else None}
     if verb == "predict":
         arguments["return_predictions"] = False

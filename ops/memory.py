@@ -22,20 +22,53 @@ def fields_of(path: str) -> dict[str, int] | None:
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
-def available_bytes() -> int | None:
-    """Memory that programs can still get, within the limit of this process's control group; None: not known."""
+def available_bytes(swap: bool = False) -> int | None:
+    """Memory that programs can still get, within the limits of this process's control groups; None: not known.
+
+    Args:
+        swap: with what the system could swap out, which is slow.
+    """
     fields = fields_of("/proc/meminfo")
     if fields is None:
         return None
-    found = [fields["MemAvailable"]]
-    group = Path("/sys/fs/cgroup")
+    found = [fields["MemAvailable"] + (fields.get("SwapFree", 0) if swap else 0)]
+    return min(found + [left for folder in _groups() if (left := _left_in_group(folder, swap)) is not None])
+
+
+def _groups() -> list[Path]:
+    """Returns the folders of this process's control group (version 2) and of those around it."""
+    root = Path("/sys/fs/cgroup")
     try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        limit, used = "max", 0
-    if limit != "max":
-        found.append(int(limit) - used)
-    return min(found)
+        return [root]
+    own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    here = root / own
+    return [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
+
+
+def _left_in_group(folder: Path, swap: bool) -> int | None:
+    """Returns what a control group may still take; None: it has no limit."""
+
+    def number(name: str) -> int | None:
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            return None
+        return int(text) if text.isdecimal() else None
+
+    limit, used = number("memory.max"), number("memory.current")
+    if limit is None or used is None:
+        return None
+    try:
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        rows = {}
+    # Pages of files, which the system drops when memory is wanted.
+    left = limit - used + sum(int(rows.get(name, 0)) for name in ("active_file", "inactive_file"))
+    if swap:
+        left += max(0, (number("memory.swap.max") or 0) - (number("memory.swap.current") or 0))
+    return left
 
 
 @functools.cache

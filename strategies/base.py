@@ -35,6 +35,7 @@ from shardlight.strategies.precision import ShardedPrecision, sharded_precision
 from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.refusals import refuse_callbacks
+from shardlight.strategies.room import Room, refuse_without_room, room_for
 from shardlight.strategies.saving import Saving
 from shardlight.strategies.schedules import hold_when_skipped
 from shardlight.strategies.stopping import StopTogether
@@ -68,6 +69,10 @@ class ShardedStrategy(Saving):
         self._skipped: WeakSet[Optimizer] = WeakSet()
         """The last optimizer step changed nothing."""
         self._not_finite_in_a_row = 0
+        self.room: Room | None = None
+        """What a fit takes of memory and disk, beside what there is; None before its setup."""
+        self.on_room: Callable[[Room], None] = lambda room: None
+        """Called with it on every rank, before anything is allocated and before the fit is refused where it must be."""
         self._engine: Engine | None = None
         self._weight: float | None = None
         self._blocked = False
@@ -220,6 +225,7 @@ class ShardedStrategy(Saving):
             self._reset_optimizers_and_schedulers()
             if fitting:
                 self.setup_optimizers(trainer)
+                self._look_for_room(module)
             groups = self._engine_groups()
             self._engine = Engine(
                 module,
@@ -259,6 +265,13 @@ class ShardedStrategy(Saving):
             if config.interval == "step" and not config.reduce_on_plateau:
                 hold_when_skipped(config.scheduler, self)
         self.setup_precision_plugin()
+
+    def _look_for_room(self, module: nn.Module) -> None:
+        dtypes = self.precision_plugin.dtype_policy()
+        self.room = room_for(module, self.plan, self.options, self.optimizers, dtypes, self.root_device)
+        self.on_room(self.room)
+        if not self.options.force:
+            refuse_without_room(self.room)
 
     def _engine_groups(self) -> EngineGroups | None:
         if self.world_size == 1:

@@ -9,6 +9,10 @@ class StrategyError(ShardlightError):
     """A strategy cannot do what was asked, or was used outside its contract."""
 
 
+class NoRoomError(StrategyError):
+    """A run would take more memory or disk than there is; it was refused before it took any."""
+
+
 class GradientError(StrategyError):
     """A gradient is missing, late, or was set behind the engine's back."""
 

@@ -100,6 +100,10 @@ class EngineOptions:
     offload: Offload | None = None
     """zero1 to zero3: which state is in host memory or on disk between its uses. Unset: all is on the device."""
 
+    force: bool = False
+    """Start a fit even where its state cannot fit into the memory or the disk that are there, as `shardlight fit
+    --force` does."""
+
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 

@@ -9,9 +9,10 @@ embeddings and norms stay in fp32.
 Source: Micikevicius et al. 2018, Mixed Precision Training, section 3.1 (arXiv 1710.03740).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.errors import StrategyError
 from torch import nn
 
@@ -46,6 +47,13 @@ class DtypePolicy:
     reduce: torch.dtype | None = None
     guarded: bool = True
     keep_fp32: tuple[str, ...] = ()
+
+    def under(self, plan: StatePlan) -> "DtypePolicy":
+        """Returns what of it a row of the ZeRO table makes use of."""
+        if self.mixed and not plan.shard_optimizer:
+            # fp32 weights are there anyway, and autocast makes its copies as it goes.
+            return replace(self, compute=None)
+        return self
 
     def compute_dtypes(self, model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
         """Returns the dtype of the 16-bit copy of each parameter that has one.

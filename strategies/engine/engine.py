@@ -91,9 +91,7 @@ class Engine:
         self._wrap_compiled = unwrap_compiled(model)
         self.model = model
         self.plan = plan
-        if dtypes.mixed and not plan.shard_optimizer:
-            # fp32 weights are there anyway, and autocast makes its copies as it goes.
-            dtypes = replace(dtypes, compute=None)
+        dtypes = dtypes.under(plan)
         device = next((home_of(p) for p in model.parameters()), torch.device("cpu"))
         groups = group if isinstance(group, EngineGroups) else EngineGroups(group)
         self.ranks = Ranks(groups, device, collectives)

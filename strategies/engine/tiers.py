@@ -27,6 +27,15 @@ Kind = Literal["parameters", "gradients", "optimizer"]
 _NAME = "shardlight-swap-"
 
 
+def _mine() -> str:
+    return f"{_NAME}{socket.gethostname()}-"
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Returns swap files of processes that ended before they could remove the name; what others have open they keep."""
+    return list(folder.glob(f"{_mine()}*"))
+
+
 class Staging:
     """Buffers that state on disk comes through, used again. Their memory can be read by the other ranks of the host.
 
@@ -124,12 +133,10 @@ class Tiers:
             raise StrategyError(
                 f"disk: {folder} is no folder and cannot be one: {error.strerror}. Name another."
             ) from None
-        mine = f"{_NAME}{socket.gethostname()}-"
-        for left in folder.glob(f"{mine}*"):
-            # Of a process that ended before it could remove the name; what others have open they keep.
+        for left in leftovers(folder):
             with suppress(OSError):
                 left.unlink()
-        path = folder / f"{mine}{os.getpid()}-{secrets.token_hex(8)}"
+        path = folder / f"{_mine()}{os.getpid()}-{secrets.token_hex(8)}"
         try:
             file = self._engine.open(path, BLOCK_BYTES, create=True)
         except OSError as error:

@@ -1,6 +1,6 @@
 """All units of a model and where each parameter lies: what the parts of the engine share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,22 @@ from shardlight.strategies.engine.released import Owner
 from shardlight.strategies.engine.tiers import Tiers
 from shardlight.strategies.engine.unit import Unit
 from torch import nn
+
+Kind = tuple[torch.dtype, torch.dtype | None, bool]
+"""Of the parameters of one buffer: their dtype, that of their 16-bit copies, and whether they are trainable."""
+
+
+def kinds_of(spec: UnitSpec, compute: Mapping[nn.Parameter, torch.dtype]) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
+    """Returns what each buffer of a unit has, in order.
+
+    Args:
+        compute: see DtypePolicy.compute_dtypes.
+    """
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in spec.params:
+        kind = (parameter.dtype, compute.get(parameter), parameter.requires_grad)
+        kinds.setdefault(kind, []).append((name, parameter))
+    return kinds
 
 
 class UnitTable:
@@ -60,10 +76,7 @@ class UnitTable:
         }
 
     def _make_unit(self, index: int, spec: UnitSpec, owner: Owner) -> Unit:
-        kinds: dict[tuple[torch.dtype, torch.dtype | None, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in spec.params:
-            kind = (parameter.dtype, self._compute.get(parameter), parameter.requires_grad)
-            kinds.setdefault(kind, []).append((name, parameter))
+        kinds = kinds_of(spec, self._compute)
         buffers = []
         plan = replace(self.plan, shard_parameters=self.plan.shard_parameters and not spec.whole)
         for (_, compute, _), params in kinds.items():

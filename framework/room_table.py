@@ -1,0 +1,54 @@
+"""What a run takes of memory and disk beside what there is: a table on a terminal, plain lines elsewhere."""
+
+from rich.console import Console
+from rich.table import Table
+from shardlight.strategies.engine.estimate import Where
+from shardlight.strategies.room import Room, in_words
+
+NAMES: dict[Where, str] = {"device": "GPU", "host": "memory", "disk": "disk"}
+NOTE = "Not counted: activations, and what the module and its libraries keep themselves."
+
+
+def show_room(room: Room, console: Console | None = None) -> None:
+    """Shows an estimate on rank 0.
+
+    Args:
+        console: where to write; standard output by default.
+    """
+    if room.rank:
+        return
+    console = console or Console()
+    told = room.estimate
+    tiers = [where for where in NAMES if told.nbytes(where)]
+    ranks = max((room.mates(where) for where in tiers), default=1)
+    if not console.is_terminal:
+        for where in tiers:
+            parts = ", ".join(f"{x.what} {in_words(x.nbytes)}" for x in told.lines if x.where == where)
+            console.print(f"{NAMES[where]} per rank: {in_words(told.nbytes(where))} ({parts})", soft_wrap=True)
+        sums = ", ".join(
+            f"{in_words(told.nbytes(w) * room.mates(w))} of {NAMES[w]} ({_there(room, w)} there)" for w in tiers
+        )
+        console.print(f"needed by {_ranks(ranks)} of this host: {sums}. {NOTE}", soft_wrap=True, highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, caption=NOTE, caption_justify="left")
+    table.add_column("")
+    for where in tiers:
+        table.add_column(NAMES[where], justify="right")
+    for what in dict.fromkeys(line.what for line in told.lines):
+        found = {line.where: in_words(line.nbytes) for line in told.lines if line.what == what}
+        table.add_row(what, *(found.get(where, "") for where in tiers))
+    table.add_row("per rank", *(in_words(told.nbytes(where)) for where in tiers))
+    if ranks > 1:
+        sums = (in_words(told.nbytes(where) * room.mates(where)) for where in tiers)
+        table.add_row(f"{_ranks(ranks)} of this host", *sums)
+    table.add_row("there", *(_there(room, where) for where in tiers))
+    console.print(table)
+
+
+def _ranks(ranks: int) -> str:
+    return "the only rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _there(room: Room, where: Where) -> str:
+    free = room.free(where)
+    return "unknown" if free is None else in_words(free)
