@@ -9,6 +9,8 @@ KEPT_BYTES = 256 << 20
 """Of freed memory, that the process keeps at most."""
 _LARGEST_FROM_HEAP = 32 << 20
 """Bytes of the largest block that glibc can take from what it keeps."""
+_LARGEST_WITH_HOLES = 1 << 18
+"""Bytes of the largest block that is to leave a hole in the heap."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -78,8 +80,22 @@ def keep_freed_memory() -> bool:
     Gradients come and go with every step, and each page that was given back is cleared when it is wanted again, which
     costs as much as filling it. Where the user has set the allocator's own variables, these count.
     """
+    return _set(_LARGEST_FROM_HEAP, KEPT_BYTES)
+
+
+@functools.cache
+def return_freed_memory() -> bool:
+    """Lets the allocator give freed memory back at once; returns whether it does (glibc). It undoes the other.
+
+    For a process that is to take little memory: what is freed between blocks that stay is not used for larger ones, and
+    such holes add up to more than what is in use.
+    """
+    return keep_freed_memory() and _set(_LARGEST_WITH_HOLES, _LARGEST_WITH_HOLES)
+
+
+def _set(mapped_from_bytes: int, kept_bytes: int) -> bool:
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    options = ((_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    options = ((_M_MMAP_THRESHOLD, mapped_from_bytes), (_M_TRIM_THRESHOLD, kept_bytes))
     return mallopt is not None and all(mallopt(*option) for option in options)

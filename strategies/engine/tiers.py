@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskFile, Request
+from shardlight.ops.memory import return_freed_memory
 from shardlight.strategies.engine.disk_tensor import DiskTensor, Region, Traffic
 from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.pages import Pages
@@ -103,6 +104,7 @@ class Tiers:
     """
 
     def __init__(self, offload: Offload, pages: Pages) -> None:
+        return_freed_memory()
         self.offload = offload
         self.staging = Staging(pages, 2 * offload.staging_count)
         self.traffic: dict[Kind, Traffic] = {"parameters": Traffic(), "gradients": Traffic(), "optimizer": Traffic()}

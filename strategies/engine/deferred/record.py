@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from shardlight.ops.disk import aligned
 from shardlight.strategies.engine.deferred.replay import (
     History,
     Node,
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 _numbers = itertools.count()
+_APART_FROM_BYTES = 1 << 18
+"""Of what is drawn and thrown away: from which size on it has pages of its own."""
 
 _OVERWRITES = frozenset(
     [
@@ -224,7 +227,7 @@ def _draw(func: Any, args: tuple, kwargs: dict, written: list[Tensor], device: t
         if not isinstance(item, Tensor) or not item.is_meta:
             return item
         if id(item) in written_ids or shape_only:
-            return torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=device)
+            return _scratch(item, device)
         return value_of(item)
 
     generator = next((x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Generator)), None)
@@ -232,3 +235,13 @@ def _draw(func: Any, args: tuple, kwargs: dict, written: list[Tensor], device: t
     args, kwargs = tree_map(real, (args, kwargs))
     func(*args, **kwargs)
     return state
+
+
+def _scratch(like: Tensor, device: torch.device) -> Tensor:
+    """Returns memory for what is thrown away. From the heap, what is noted next would lie in the holes that large
+    tensors leave, and each of them would take memory anew, as much as the whole model in the end.
+    """
+    span = 1 + sum((n - 1) * step for n, step in zip(like.size(), like.stride(), strict=True)) if like.numel() else 0
+    if device.type != "cpu" or span * like.dtype.itemsize < _APART_FROM_BYTES:
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+    return aligned(span * like.dtype.itemsize).view(like.dtype).as_strided(like.size(), like.stride())
