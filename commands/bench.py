@@ -132,6 +132,41 @@ def bench_checkpoint(
     )
 
 
+@bench.command("infinity")
+def bench_infinity(
+    size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="A,B", help="ddp, deepspeed; default: both.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="On the disk to measure; default: the working directory."),
+    ] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, few rounds.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Strict = False,
+) -> None:
+    """Training what does not fit into memory, and the speed of state on disk beside DeepSpeed's."""
+    from shardlight.framework.bench import infinity
+    from shardlight.framework.faults import suggest
+
+    name = size or ("tiny" if quick else "small")
+    if name not in infinity.SIZES:
+        fail(f"--size {name}: no such size.{suggest(name, infinity.SIZES)}")
+    if folder is not None and not folder.is_dir():
+        fail(f"--folder {folder}: there is no such folder.")
+    peers, chosen = _names(against), infinity.SIZES[name]
+
+    def run(say: "Say") -> "Result":
+        missing = infinity.choose(peers)[1] if strict and peers else []
+        if missing:
+            fail(f"--strict: {', '.join(missing)} is not installed: install it, or leave it out of --against.", 4)
+        return infinity.run(chosen, peers, quick, folder, say)
+
+    _measure(run, "tables_of_infinity", out, strict, peers or [])
+
+
 def _names(against: str | None) -> list[str] | None:
     return None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
 

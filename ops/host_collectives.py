@@ -118,6 +118,8 @@ class HostGroup:
         if not self._handle:
             raise OSError(f"memory shared by {self.world_size} ranks of this host cannot be attached")
         self._made_in = os.getpid()
+        self.waited_s: float = 0.0
+        """The time that this rank has spent in `wait`: for others, and copying and adding meanwhile."""
         self._held: dict[int, tuple[Tensor, ...]] = {}
         """By number: tensors of collectives under way, whose memory must stay."""
 
@@ -215,9 +217,11 @@ class HostGroup:
         Raises: HostError: a rank has ended, did not arrive within the limit, or takes part in another collective. The
         group is of no use then.
         """
+        began_s = time.perf_counter()
         found = self._library.host_wait(self._open(), number, int(1e6 * _LOOK_S))
         if found:
             self._wait_long(number, found)
+        self.waited_s += time.perf_counter() - began_s
         for done in [n for n in self._held if n <= number]:
             del self._held[done]
 

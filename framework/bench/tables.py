@@ -1,6 +1,7 @@
 """What a person sees of a benchmark: tables, and the bars."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -55,6 +56,25 @@ CHECKPOINT: list[tuple[str, tuple[str, ...], Show]] = [
     ("to verify alone, ms", ("verify_ms",), _WHOLE),
     ("extra MB", ("peak_memory_bytes",), _MB),
     ("MB on disk", ("written_bytes",), _MB),
+]
+_TWO: Show = lambda value: f"{value:.2f}"  # noqa: E731
+_THREE: Show = lambda value: f"{value:.3f}"  # noqa: E731
+INFINITY: list[tuple[str, str, Show]] = [
+    ("ends as", "over_cap", lambda value: "oom" if value else "trained"),
+    ("peak MB", "sampled_peak_bytes", _MB),
+    ("of allowed", "cap_share", _TWO),
+    ("loss, first", "first_loss", _THREE),
+    ("last", "last_loss", _THREE),
+    ("step ms", "step_ms", _WHOLE),
+    ("compute", "compute_ms", _WHOLE),
+    ("waits for disk", "disk_wait_ms", _WHOLE),
+    ("for ranks", "rank_wait_ms", _WHOLE),
+    ("CPU ms, all ranks", "cpu_ms", _WHOLE),
+    ("disk MB: gathers", "gathers_disk_bytes", _MB),
+    ("parameters", "parameters_disk_bytes", _MB),
+    ("gradients", "gradients_disk_bytes", _MB),
+    ("optimizer", "optimizer_disk_bytes", _MB),
+    ("loss difference", "loss_difference", lambda value: f"{value:.1e}"),
 ]
 WITHOUT = "-"
 
@@ -193,6 +213,19 @@ def tables_of_checkpoint(result: Result) -> list[RenderableType]:
         table.add_row(case if case != shown else "", who, *cells)
         shown = case
     return [table, bars_table(result.bars), *(Text(note) for note in result.notes), _machine(result)]
+
+
+def tables_of_infinity(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `infinity`: a table for each part."""
+    made: list[RenderableType] = []
+    for part in dict.fromkeys(row.case for row in result.rows):
+        rows = [row for row in result.rows if row.case == part]
+        names = list(dict.fromkeys(row.who for row in rows if " rank " not in row.who))
+        title = f"infinity, {result.machine['size']}: {part} (a rank's figures, of a step)"
+        table = _table(replace(result, rows=rows), title, names, INFINITY)
+        made += [] if table is None else [table]
+    made.append(bars_table(result.bars))
+    return [*made, *(Text(note) for note in result.notes), _machine(result)]
 
 
 def bars_table(bars: list[Bar]) -> Table:

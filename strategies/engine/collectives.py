@@ -129,6 +129,11 @@ class Collectives:
         self.pages: Pages = Pages(self.device, self._host is not None) if together is None else together.pages
 
     @property
+    def waited_s(self) -> float:
+        """How long this rank has been in waits for collectives through shared memory, with the copying done there."""
+        return 0.0 if self._host is None else self._host.local.waited_s
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far."""
         return self._counts["bytes"]
