@@ -25,11 +25,15 @@ from typer.testing import CliRunner
 
 preload("warm_transformers")
 TEMPLATES = find_templates()
-SMALL: dict[str, list[str]] = {"tabular": [], "classifier": ["module.width=8"]}
-SMALL["language_model"] = ["module.width=32", "module.depth=2", "module.heads=2", "data.max_train_bytes=100000"]
-SMALL["language_model"] += ["data.max_validation_bytes=5000"]
-SMALL["finetune"] = ["module.width=32", "module.depth=2", "module.heads=2"]
+SMALL: dict[str, list[str]] = {
+    "tabular": [],
+    "classifier": ["module.width=8", "data.batch_size=8"],
+    "finetune": ["module.width=32", "module.depth=1", "module.heads=2"],
+    "language_model": ["module.width=32", "module.depth=2", "module.heads=2", "data.max_validation_bytes=5000"],
+}
 """Overrides with which a project of a template is small enough for many runs."""
+SMALL_DATA = {"language_model": ["data.folder=."]}
+"""The same for the data, where its default takes a while to be found."""
 NEEDED = {"classifier": ["sklearn"], "finetune": ["transformers", "peft"]}
 
 
@@ -286,7 +290,7 @@ def joined(batches: list):
 def test_losses_are_equal_under_every_strategy(project, name, tmp_path, monkeypatch):
     """Those of two ranks, and of one process on the joined batches."""
     monkeypatch.setenv("SHARDLIGHT_CACHE", str(tmp_path))
-    common = {"project": str(project), "overrides": SMALL[name]}
+    common = {"project": str(project), "overrides": [*SMALL[name], *SMALL_DATA.get(name, ())]}
     sharded = ["ddp", "zero1", "zero2", "zero3"]
     (losses, first), (_, second) = run_ranks(
         under_all, 2, init=False, timeout_s=200, strategies=sharded, batches=None, **common

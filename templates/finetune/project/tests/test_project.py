@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning on short runs,
 
 @pytest.fixture
 def config():
-    return load_config(PROJECT / "config.yaml", ["module.width=32", "module.depth=2", "data.batch_size=4"])
+    return load_config(PROJECT / "config.yaml", ["module.width=32", "module.depth=1", "data.batch_size=4"])
 
 
 def instructions(config, **changed):
@@ -30,11 +30,11 @@ def chat(config, **changed):
     return config.module.target(**{**config.module.arguments, **changed})
 
 
-def bits_after(config, module, data, epochs, folder):
+def bits_after(config, module, data, folder, **length):
     module.optimizer_config = config.optimizer
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"enable_checkpointing": False, "default_root_dir": folder}
-    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=epochs, **quiet)
+    trainer = Trainer(accelerator="cpu", devices=1, **length, **quiet)
     trainer.fit(module, data)
     return trainer.callback_metrics["val/bpb"]
 
@@ -88,7 +88,7 @@ def test_a_bad_line_is_named(config, tmp_path, line, said):
 
 def test_training_beats_the_model_without_context(config, tmp_path):
     data = instructions(config)
-    assert bits_after(config, chat(config), data, 2, tmp_path) < data.unigram_bpb
+    assert bits_after(config, chat(config), data, tmp_path, max_epochs=2) < data.unigram_bpb
 
 
 def test_a_model_from_a_folder_starts_as_it_is_and_lora_trains_adapters_alone(config, tmp_path):
@@ -102,7 +102,7 @@ def test_a_model_from_a_folder_starts_as_it_is_and_lora_trains_adapters_alone(co
     torch.testing.assert_close(module.logits_and_labels(batch)[0], first.logits_and_labels(batch)[0])
     start = {name: param.detach().clone() for name, param in module.named_parameters()}
     before = module.token_loss(*module.logits_and_labels(data.collate(data.train[:16])))
-    bits_after(config, module, data, 1, tmp_path)
+    bits_after(config, module, data, tmp_path, max_epochs=1, limit_train_batches=10)
     after = module.token_loss(*module.logits_and_labels(data.collate(data.train[:16])))
     assert after < before
     moved = {name for name, param in module.named_parameters() if not torch.equal(param, start[name])}

@@ -52,7 +52,9 @@ class Chat(TrainingModule):
         if model is None:
             self.model = fresh_model(width, depth, heads)
         else:
-            kind = need("transformers").AutoModelForCausalLM
+            transformers = need("transformers")
+            transformers.utils.logging.disable_progress_bar()  # it would show one for each process
+            kind = transformers.AutoModelForCausalLM
             self.model = kind.from_pretrained(model_folder(model), local_files_only=True, dtype="float32").train()
         if lora:
             peft = need("peft")
