@@ -202,7 +202,7 @@ def _run(
         from shardlight.ops import registry
 
         registry.check()
-        if not show:
+        if not show and all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID")):
             tell_changes(config)
         loaded = load(config, given, trust or [], verb=verb)
         if show:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlight.framework.classes import project_root
+from shardlight.framework.faults import ConfigError
 from shardlight.framework.source import read_yaml
 
 ROOT = Path(__file__).resolve().parent
@@ -52,9 +53,11 @@ def what_changed(config: Path, root: Path = ROOT) -> list[str]:
     record = project_root(config.parent) / RECORD
     if not record.is_file():
         return []
-    values = read_yaml(record)[0].plain()
-    template = find_templates(root).get(str(values.get("template")))
-    made_by = values.get("version")
+    try:
+        values = read_yaml(record)[0].plain()
+    except ConfigError:  # somebody wrote into it
+        return []
+    template, made_by = find_templates(root).get(str(values.get("template"))), values.get("version")
     if template is None or not isinstance(made_by, int):
         return []
     newer = {version: text for version, text in sorted((template.changes or {}).items()) if version > made_by}

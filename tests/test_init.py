@@ -4,14 +4,18 @@ import contextlib
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from command import run_command
 from harness import LAUNCH_VARIABLES, preload, run_ranks
 from lightning.pytorch import Callback, seed_everything
+from safetensors.torch import load_file
 from shardlight import cli
 from shardlight.framework import misplaced
 from shardlight.framework.assemble import build_module, build_trainer
@@ -185,7 +189,7 @@ def test_a_project_of_an_older_template_is_told_what_changed(tmp_path, templates
     for command in (["check", config], ["fit", config, "trainer.devices=0"]):
         output = call(*command)[1]
         assert output.splitlines()[:2] == told and len(output.splitlines()) == 3
-    for record in ("template: gone\nversion: 1\n", "version: x\n", ""):
+    for record in ("template: gone\nversion: 1\n", "version: x\n", "", "- 1\n", "a: [\n"):
         (folder / ".shardlight.yaml").write_text(record)
         assert what_changed(config, templates) == []
 
@@ -236,6 +240,13 @@ def test_a_project_has_all_that_a_project_has_and_nothing_of_the_template(projec
     record = read_yaml(project / ".shardlight.yaml")[0].plain()
     assert (record["template"], record["version"]) == (name, TEMPLATES[name].version)
     readme = (project / "README.md").read_text()
+    lines = re.findall(r"^shardlight (.*?)(?:\s{2,}#.*)?$", readme, re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:  # as the command would parse it
+        group = typer.main.get_command(cli.app)
+        context = group.make_context("shardlight", [], resilient_parsing=True)
+        command, found, rest = group.resolve_command(context, shlex.split(line, comments=True))
+        found.make_context(command, rest, parent=context)
     assert all(f"`{strategy}`" in readme for strategy in ("single", "ddp", "zero1", "zero2", "zero3"))
     assert package in readme and "shardlight fit config.yaml" in readme
 
@@ -324,6 +335,15 @@ def test_its_own_tests_are_green(project):
     assert "passed" in output and "skipped" not in output
 
 
+def reload(rank, world_size, project, checkpoint, exported):
+    """The module in Python, without ranks, from its checkpoint alone."""
+    kind = load(f"{project}/config.yaml").config.module.target
+    state = kind.load_from_checkpoint(checkpoint).state_dict()
+    exported = load_file(exported)
+    assert exported and all(torch.equal(state[key], value) for key, value in exported.items())
+    return {key: float(value.sum()) for key, value in state.items()}
+
+
 @pytest.mark.case("C100")
 def test_it_trains_resumes_and_exports_by_the_command_line(project, name, tmp_path):
     """The smallest as it was generated, from another working directory."""
@@ -342,6 +362,8 @@ def test_it_trains_resumes_and_exports_by_the_command_line(project, name, tmp_pa
     assert json.loads((runs / "001" / "summary.json").read_text())["steps"] == steps + 2
     checkpoint = runs / "001" / "checkpoints" / f"step-{steps + 2}"
     assert call("export", checkpoint, "--out", tmp_path / "model.safetensors")[0] == 0
-    assert (tmp_path / "model.safetensors").stat().st_size > 1000
+    files = {"checkpoint": str(checkpoint), "exported": str(tmp_path / "model.safetensors")}
+    (sums,) = run_ranks(reload, 1, project=str(project), **files)
     if name == "tabular":
+        assert sums["model.mean"] > 100  # taken from the rows, and kept
         assert summary["metrics"]["val/accuracy"] > 0.9

@@ -1,5 +1,6 @@
 """The config has no faults, only responses have labels, bad lines are named, and training helps, with LoRA as well."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_a_bad_line_is_named(config, tmp_path, line, said):
     with pytest.raises(MisconfigurationException) as caught:
         instructions(config, path=str(tmp_path / "bad.jsonl"))
     assert "bad.jsonl:3: " in str(caught.value) and said in str(caught.value)
+
+
+def test_an_answer_is_what_the_model_says_after_the_prompt(config):
+    answer = importlib.import_module(config.module.class_path.partition(".")[0] + ".answer").answer
+    data, module = instructions(config), chat(config).eval()
+    tokens = data.encode("What is 1 + 1?", "x")["input_ids"][:-2].unsqueeze(0)
+    first = module.model(input_ids=tokens).logits[0, -1].argmax()
+    assert answer(module, "What is 1 + 1?", max_new_tokens=1) == data.tokenizer.decode([first])
 
 
 def test_training_beats_the_model_without_context(config, tmp_path):

@@ -8,7 +8,7 @@ from .model import Chat
 from .tokenizer import load_tokenizer, prompt
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def answer(module: Chat, instruction: str, max_new_tokens: int = 200) -> str:
     """Returns the likeliest response, token by token."""
     tokenizer = load_tokenizer(module.hparams["model"])

@@ -1,5 +1,6 @@
 """The config has no faults, text is split as it should be, the model sees no future, and training helps."""
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,14 @@ def test_logits_do_not_depend_on_later_bytes(config):
     logits, changed_logits = module.model(tokens), module.model(changed)
     torch.testing.assert_close(logits[:, :9], changed_logits[:, :9])
     assert not torch.allclose(logits[:, 9:], changed_logits[:, 9:])
+
+
+def test_a_sample_goes_on_as_the_model_expects(config):
+    sample = importlib.import_module(config.module.class_path.partition(".")[0] + ".sample").sample
+    model = config.module.build().model
+    tokens = sample(model, torch.tensor([[100, 101, 102]]), 5, temperature=0)
+    assert tokens.shape == (1, 8) and tokens[0, :3].tolist() == [100, 101, 102]
+    assert torch.equal(model(tokens)[:, 2:-1].argmax(-1), tokens[:, 3:])
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning, on such short runs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .model import LanguageModel
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample(model: nn.Module, tokens_BT: Tensor, length: int, temperature: float = 0.8, context: int = 128) -> Tensor:
     """Continues (B, T) tokens by `length` more, each drawn from what the model expects; returns (B, T + length).
 
