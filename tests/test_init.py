@@ -365,5 +365,11 @@ def test_it_trains_resumes_and_exports_by_the_command_line(project, name, tmp_pa
     files = {"checkpoint": str(checkpoint), "exported": str(tmp_path / "model.safetensors")}
     (sums,) = run_ranks(reload, 1, project=str(project), **files)
     if name == "tabular":
+        table = (project / "data" / "wine.csv").read_text().splitlines()
+        (tmp_path / "new.csv").write_text("\n".join(line.rpartition(",")[0] for line in table[:6]))
+        predict = ["predict", project / "config.yaml", "run.dir=runs", f"data.path={tmp_path}/new.csv"]
+        outcome = run_command([*predict, "--ckpt", checkpoint], tmp_path, timeout_s=120)
+        assert outcome.code == 0, outcome.output
+        assert load_file(runs / "002" / "predictions.safetensors")["class"].tolist() == [0] * 5
         assert sums["model.mean"] > 100  # taken from the rows, and kept
         assert summary["metrics"]["val/accuracy"] > 0.9

@@ -149,4 +149,4 @@ class Images(LightningDataModule):
         return self._loader(self.images)
 
     def _loader(self, images: Dataset | None, *, shuffle: bool = False) -> DataLoader:
-        return DataLoader(images, self.batch_size, shuffle=shuffle, num_workers=self.workers)
+        return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.workers)

@@ -133,8 +133,8 @@ class Instructions(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Batches as `collate` makes them, in a new order every epoch."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)  # type: ignore[arg-type]
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, collate_fn=self.collate)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader:
         """As `train_dataloader`, in a fixed order."""
-        return DataLoader(self.validation, self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]
+        return DataLoader(self.validation, batch_size=self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]

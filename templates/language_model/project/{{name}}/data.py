@@ -142,8 +142,8 @@ class TextFiles(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Batches {"tokens", "labels"}, each (batch_size, sequence_length), in a new order every epoch."""
         dataset = TokenDataset(self.paths["train"], self.sequence_length)
-        return DataLoader(dataset, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
         """As `train_dataloader`, in the order of the text."""
-        return DataLoader(TokenDataset(self.paths["validation"], self.sequence_length), self.batch_size)
+        return DataLoader(TokenDataset(self.paths["validation"], self.sequence_length), batch_size=self.batch_size)

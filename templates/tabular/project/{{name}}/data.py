@@ -84,12 +84,12 @@ class Table(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Batches of (rows (batch_size, features), classes (batch_size,)), in a new order every epoch."""
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         """As `train_dataloader`, in a fixed order."""
-        return DataLoader(self.validation, self.batch_size)
+        return DataLoader(self.validation, batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
         """All rows of the file in its order: `shardlight predict config.yaml data.path=NEW.csv --ckpt PATH`."""
-        return DataLoader(self.rows, self.batch_size)
+        return DataLoader(self.rows, batch_size=self.batch_size)
