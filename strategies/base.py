@@ -1,5 +1,6 @@
 """ShardedStrategy: the one place that speaks Lightning's Strategy contract; everything it does is the engine's."""
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -216,6 +217,9 @@ class ShardedStrategy(Saving):
         if holder is not None and (holder is not self._engine or not holder.holds(module)):
             holder.detach()  # another Trainer's, or of a module that has been given other parameters since
             self._engine = None
+            # Its memory, and its swap file, go now, and not when a collection happens to come: this run needs the room.
+            del holder
+            gc.collect()
         if self._engine is None or self._engine.model is not module:
             self._engine = None
             refuse_unrecorded(module)

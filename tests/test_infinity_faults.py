@@ -158,7 +158,7 @@ def cut(rank, world, folder, when):
         pass
 
 
-@pytest.mark.parametrize("when", ["forward", "backward", "step"])
+@pytest.mark.parametrize("when", ["backward", *(pytest.param(w, marks=pytest.mark.long) for w in ("forward", "step"))])
 def test_a_swap_file_that_is_cut_short_ends_all_ranks_and_gives_no_old_data(when, tmp_path):
     with pytest.raises(RanksFailedError) as error:
         run_ranks(cut, 2, folder=str(tmp_path), when=when)

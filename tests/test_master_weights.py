@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
+from loops import IN_MEMORY
 from models import token_batch
 from safetensors.torch import load_file
 from shardlight.strategies import STRATEGIES, MixedFP16, ZeRO2
@@ -186,7 +187,7 @@ def fit_fp16(world_size, folder, strategy, module, **settings):
 
 
 def check_scale(rank, world_size, folder):
-    for name in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+    for name in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
         for growth, scales in ((1, [8.0, 16.0, 32.0, 64.0]), (0, [128.0] * 4)):
             module = Constant()
             chosen = STRATEGIES[name](loss_scale=scales[0], loss_scale_growth_steps=growth)

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
+from loops import IN_MEMORY
 from shardlight.strategies import STRATEGIES, MixedFP16, ZeRO2
 from shardlight.strategies.errors import GradientError, StrategyError
 from test_lightning_fit import make_trainer
@@ -37,7 +38,8 @@ def fit(rank, world_size, folder, bad, precision, **options):
         if name == "single" and world_size > 1:
             continue
         module = Scalar(bad, rank)
-        trainer = make_trainer(strategy(**options), world_size, folder, precision=precision)
+        more = {"disk": f"{folder}/swap"} if name == "infinity" else {}
+        trainer = make_trainer(strategy(**options, **more), world_size, folder, precision=precision)
         with _warned(rank):
             trainer.fit(module, DataLoader(torch.zeros(5, 1)))
         with trainer.strategy.gathered():
@@ -84,7 +86,7 @@ def test_too_many_in_a_row_end_training(tmp_path):
 
 
 def overflow(rank, world_size, folder):
-    for name in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+    for name in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
         fp16 = {"precision": None, "plugins": MixedFP16()}
         module = Scalar([1], rank)
         trainer = make_trainer(STRATEGIES[name](loss_scale=8.0), world_size, folder, **fp16)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from harness import run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision
+from loops import IN_MEMORY
 from models import TinyGPT, token_batch, token_loss
 from shardlight.strategies import DDP, STRATEGIES, MixedFP16, ZeRO2
 from shardlight.strategies.errors import StrategyError
@@ -80,7 +81,7 @@ def train(rank, world_size, folder, precision):
     for accumulate in (1, 2) if "without" not in precision else (1,):
         want, norms = plain(world_size, precision, accumulate)
         first = None
-        for name in [s for s in STRATEGIES if s != "single" or world_size == 1]:
+        for name in [s for s in IN_MEMORY if s != "single" or world_size == 1]:
             module = TokenModule()
             strategy, chosen = make(name, precision, reduce="window")
             trainer = make_trainer(strategy, world_size, folder, accumulate_grad_batches=accumulate, **chosen)
