@@ -28,7 +28,7 @@ from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
-from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once
+from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once, has_length
 from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.notices import notify
 from shardlight.strategies.options import OPTIONS, make_options, offload_of
@@ -448,7 +448,7 @@ class ShardedStrategy(Saving):
 
     def _lockstep(self, dataloader: Any) -> Any:
         # May be called by `trainer.estimated_stepping_batches` in configure_optimizers, before there is an engine.
-        length = len(dataloader) if _has_length(dataloader) else -1
+        length = len(dataloader) if has_length(dataloader) else -1
         lengths = [length] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(lengths, length)
@@ -487,14 +487,6 @@ class ShardedStrategy(Saving):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _stage_of_loader() -> RunningStage:

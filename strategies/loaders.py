@@ -358,3 +358,12 @@ def _next(batches: Iterator[Any]) -> tuple[Any, bool]:
         return next(batches), True
     except StopIteration:
         return None, False
+
+
+def has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches it has."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
