@@ -9,7 +9,7 @@ KEPT_BYTES = 256 << 20
 """Of freed memory, that the process keeps at most."""
 _LARGEST_FROM_HEAP = 32 << 20
 """Bytes of the largest block that glibc can take from what it keeps."""
-_LARGEST_WITH_HOLES = 1 << 18
+_LARGEST_WITH_HOLES = 2 << 20
 """Bytes of the largest block that is to leave a hole in the heap."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -90,7 +90,7 @@ def return_freed_memory() -> bool:
     For a process that is to take little memory: what is freed between blocks that stay is not used for larger ones, and
     such holes add up to more than what is in use.
     """
-    return keep_freed_memory() and _set(_LARGEST_WITH_HOLES, _LARGEST_WITH_HOLES)
+    return keep_freed_memory() and _set(_LARGEST_WITH_HOLES, 8 * _LARGEST_WITH_HOLES)
 
 
 def _set(mapped_from_bytes: int, kept_bytes: int) -> bool:

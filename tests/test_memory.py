@@ -62,14 +62,14 @@ def little_memory(rank, world):
     def holes():
         kept = []
         for n in range(40):
-            block = torch.ones(300_000 + 5000 * n)
+            block = torch.ones(600_000 + 5000 * n)
             kept.append(torch.ones(100))
             del block  # too small for the next, with what stays in it
         return kept
 
     assert return_freed_memory()
     took, _ = taken(holes)
-    assert took < 10 << 20, "64 MB that were freed between blocks that stay"
+    assert took < 20 << 20, "110 MB that were freed between blocks that stay"
 
 
 def test_building_without_memory_takes_none_and_holes_are_given_back():

@@ -175,7 +175,7 @@ class FlatWeights:
     def start_fetch(self) -> None:
         """Starts to read this rank's part from disk, for a gather that is to come; nothing where it is in memory."""
         if self.tiers is not None and isinstance(self.home, DiskTensor) and self._fetched is None:
-            self._fetched = self.tiers.fetch(self.home, self.tiers.gathers)
+            self._fetched = self.tiers.fetch(self.home, gathered=True)
 
     def drop_fetched(self) -> None:
         """Gives back what was read for a gather that did not come."""

@@ -212,6 +212,8 @@ class StreamedSteps:
                 state[parameter] = {
                     key: staged.states[key].tensor()[start:stop]
                     if isinstance(value, Tensor) and self._streams(optimizer, number, key)
+                    else value.clone()
+                    if isinstance(value, Tensor)
                     else deepcopy(value)
                     for key, value in there.items()
                 }

@@ -10,13 +10,13 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import torch
-from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskFile, Request
+from shardlight.ops.disk import BLOCK_BYTES, DiskEngine, DiskFile, Request, aligned
 from shardlight.ops.memory import return_freed_memory
 from shardlight.strategies.engine.disk_tensor import DiskTensor, Region, Traffic
 from shardlight.strategies.engine.offload import Offload
@@ -25,6 +25,8 @@ from shardlight.strategies.errors import StrategyError
 from torch import Tensor
 
 Kind = Literal["parameters", "gradients", "optimizer"]
+TENSORS = 4
+"""Of a range that is stepped: weights, gradients and two moments. One range is read while another is computed."""
 _NAME = "shardlight-swap-"
 
 
@@ -38,28 +40,30 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 class Staging:
-    """Buffers that state on disk comes through, used again. Their memory can be read by the other ranks of the host.
+    """Buffers that state on disk comes through, used again.
 
     Args:
-        kept: how many stay for later at most.
+        make: returns so many bytes whose address disks take directly.
+        kept_bytes: what stays for later at most.
     """
 
-    def __init__(self, pages: Pages, kept: int) -> None:
-        self._pages = pages
-        self._kept = kept
+    def __init__(self, make: Callable[[int], Tensor], kept_bytes: int) -> None:
+        self._make = make
+        self._kept_bytes = kept_bytes
         self._free: list[Tensor] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns (numel,) of anything, at an address and on a length of memory that disks take directly."""
         nbytes = -(-max(1, numel * dtype.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
-        found = next((n for n, b in enumerate(self._free) if b.numel() == nbytes), None)
-        held = self._pages.aligned(nbytes) if found is None else self._free.pop(found)
-        return held.view(dtype)[:numel]
+        fit = [(b.numel(), n) for n, b in enumerate(self._free) if nbytes <= b.numel() <= 2 * nbytes]
+        held = self._free.pop(min(fit)[1]) if fit else self._make(nbytes)
+        return held[:nbytes].view(dtype)[:numel]
 
     def give(self, tensor: Tensor) -> None:
         """Takes back what `take` returned."""
         self._free.append(_whole(tensor))
-        del self._free[: -self._kept]
+        while len(self._free) > 1 and sum(map(Tensor.numel, self._free)) > self._kept_bytes:
+            self._free.pop(0)
 
 
 def _whole(staged: Tensor) -> Tensor:
@@ -106,7 +110,11 @@ class Tiers:
     def __init__(self, offload: Offload, pages: Pages) -> None:
         return_freed_memory()
         self.offload = offload
-        self.staging = Staging(pages, 2 * offload.staging_count)
+        self._written_bytes = 2 * offload.staging_count * offload.staging_bytes
+        """What is being written, at most."""
+        self.staging = Staging(aligned, 2 * TENSORS * offload.staging_bytes + self._written_bytes)
+        self.shared = Staging(pages.aligned, self._written_bytes)
+        """What other ranks of the host read where it lies."""
         self.traffic: dict[Kind, Traffic] = {"parameters": Traffic(), "gradients": Traffic(), "optimizer": Traffic()}
         """What was written, and what was read for the optimizer's step, or by whoever looks at state."""
         self.gathers = Traffic()
@@ -174,15 +182,17 @@ class Tiers:
 
     # --- moving it
 
-    def fetch(self, tensor: Tensor, traffic: Traffic | None = None) -> Fetched:
+    def fetch(self, tensor: Tensor, gathered: bool = False) -> Fetched:
         """Starts to bring (n,) elements on disk into memory.
 
         Args:
-            traffic: counts it instead of the kind of state it is.
+            gathered: other ranks of the host read them there; it counts as `gathers`.
         """
         assert isinstance(tensor, DiskTensor)
-        staged = self.staging.take(tensor.numel(), tensor.dtype)
-        return Fetched(tensor.region.start_read(tensor.start, _padded(staged), traffic), staged, self.staging)
+        staging = self.shared if gathered else self.staging
+        staged = staging.take(tensor.numel(), tensor.dtype)
+        traffic = self.gathers if gathered else None
+        return Fetched(tensor.region.start_read(tensor.start, _padded(staged), traffic), staged, staging)
 
     def staged(self, tensor: Tensor) -> Tensor:
         """Returns (n,) of anything, in memory, for what is to be written to a tensor on disk."""
@@ -191,14 +201,16 @@ class Tiers:
     def write_behind(self, tensor: Tensor, staged: Tensor) -> None:
         """Starts to write (n,) `staged`, a staging buffer, which it takes; a later read sees what was written."""
         assert isinstance(tensor, DiskTensor)
-        self.reap(2 * self.offload.staging_count)
+        self.reap(max(0, self._written_bytes - staged.nbytes))
         self._writes.append((tensor.region.start_write(tensor.start, _padded(staged)), staged))
 
-    def reap(self, most: int = 0) -> None:
-        """Returns when at most so many writes are under way. Raises: OSError: one failed."""
-        while self._writes and (len(self._writes) > most or self._writes[0][0].done):
+    def reap(self, most_bytes: int = 0) -> None:
+        """Returns when at most so many bytes are being written. Raises: OSError: a write failed."""
+        writing = sum(staged.nbytes for _, staged in self._writes)
+        while self._writes and (writing > most_bytes or self._writes[0][0].done):
             request, staged = self._writes.popleft()
             request.wait()
+            writing -= staged.nbytes
             self.staging.give(staged)
 
     def blocks(self, flat: Tensor, change: bool = False) -> Iterator[Tensor]:
