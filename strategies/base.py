@@ -230,25 +230,23 @@ class ShardedStrategy(Saving):
             if fitting:
                 self.setup_optimizers(trainer)
                 self._look_for_room(module)
-            groups = self._engine_groups()
+            groups, options = self._engine_groups(), self.options
             self._engine = Engine(
                 module,
                 self.plan,
                 groups,
-                self.options.reduce,
-                self.options.units,
+                options.reduce,
+                options.units,
                 BlockTransforms(
-                    recompute=self.options.recompute,
-                    compile=self.options.compile,
-                    compile_backend=self.options.compile_backend,
+                    recompute=options.recompute, compile=options.compile, compile_backend=options.compile_backend
                 ),
                 self.precision_plugin.dtype_policy(),
-                self.options.keep_gathered,
-                self.options.keep_small,
-                self.options.collectives,
-                self.options.optimizer_kernel,
-                self.options.moments_dtype,
-                offload_of(self.options),
+                options.keep_gathered,
+                options.keep_small,
+                options.collectives,
+                options.optimizer_kernel,
+                options.moments_dtype,
+                offload_of(options),
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)
