@@ -30,7 +30,7 @@ def show_room(room: Room, console: Console | None = None) -> None:
         )
         console.print(f"needed by {_ranks(ranks)} of this host: {sums}. {NOTE}", soft_wrap=True, highlight=False)
         return
-    table = Table(box=None, pad_edge=False, caption=NOTE, caption_justify="left")
+    table = Table(box=None, pad_edge=False)
     table.add_column("")
     for where in tiers:
         table.add_column(NAMES[where], justify="right")
@@ -43,6 +43,7 @@ def show_room(room: Room, console: Console | None = None) -> None:
         table.add_row(f"{_ranks(ranks)} of this host", *sums)
     table.add_row("there", *(_there(room, where) for where in tiers))
     console.print(table)
+    console.print(NOTE)
 
 
 def _ranks(ranks: int) -> str:
