@@ -9,8 +9,6 @@ KEPT_BYTES = 256 << 20
 """Of freed memory, that the process keeps at most."""
 _LARGEST_FROM_HEAP = 32 << 20
 """Bytes of the largest block that glibc can take from what it keeps."""
-_LARGEST_WITH_HOLES = 2 << 20
-"""Bytes of the largest block that is to leave a hole in the heap."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -83,14 +81,16 @@ def keep_freed_memory() -> bool:
     return _set(_LARGEST_FROM_HEAP, KEPT_BYTES)
 
 
-@functools.cache
-def return_freed_memory() -> bool:
+def return_freed_memory(from_bytes: int) -> bool:
     """Lets the allocator give freed memory back at once; returns whether it does (glibc). It undoes the other.
 
     For a process that is to take little memory: what is freed between blocks that stay is not used for larger ones, and
-    such holes add up to more than what is in use.
+    such holes add up to more than what is in use. Every page that comes back is cleared, which costs time.
+
+    Args:
+        from_bytes: of the smallest block that is given back by itself.
     """
-    return keep_freed_memory() and _set(_LARGEST_WITH_HOLES, 8 * _LARGEST_WITH_HOLES)
+    return keep_freed_memory() and _set(from_bytes, 2 * from_bytes)
 
 
 def _set(mapped_from_bytes: int, kept_bytes: int) -> bool:

@@ -27,6 +27,8 @@ from torch import Tensor
 Kind = Literal["parameters", "gradients", "optimizer"]
 TENSORS = 4
 """Of a range that is stepped: weights, gradients and two moments. One range is read while another is computed."""
+LEAST_MAPPED_BYTES, MOST_IN_HEAP_BYTES = 1 << 18, 2 << 20
+"""Between which the size of a block is from which on the heap does not keep it, half that of a staging buffer."""
 _NAME = "shardlight-swap-"
 
 
@@ -108,7 +110,8 @@ class Tiers:
     """
 
     def __init__(self, offload: Offload, pages: Pages) -> None:
-        return_freed_memory()
+        # Who has small staging buffers has little memory: smaller blocks leave no holes then.
+        return_freed_memory(min(MOST_IN_HEAP_BYTES, max(LEAST_MAPPED_BYTES, offload.staging_bytes // 2)))
         self.offload = offload
         self._written_bytes = 2 * offload.staging_count * offload.staging_bytes
         """What is being written, at most."""
