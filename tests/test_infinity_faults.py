@@ -241,7 +241,7 @@ def test_files_and_threads_go_with_a_step_that_fails_and_with_an_engine_that_is_
     "how, code",
     [
         ("kill", 137),
-        ("hang", -signal.SIGKILL),
+        pytest.param("hang", -signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("nothing", 0, marks=pytest.mark.long),
         pytest.param("raise", 1, marks=pytest.mark.long),
     ],

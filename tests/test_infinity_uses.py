@@ -44,7 +44,7 @@ def options_together(rank, world, folder, rows):
             assert torch.equal(got[name], value), f"{row}: {name} is off by {(got[name] - value).abs().max():.2g}"
 
 
-@pytest.mark.parametrize("rows", [slice(0, 3), pytest.param(slice(3, None), marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows", [slice(0, 2), pytest.param(slice(2, None), marks=pytest.mark.long)])
 def test_options_change_nothing_with_state_on_disk(rows, tmp_path):
     run_ranks(options_together, 2, init=False, folder=str(tmp_path), rows=ROWS[rows], timeout_s=120)
     assert not list((tmp_path / "swap").iterdir())
@@ -119,15 +119,13 @@ def everything(rank, world, folder):
         trainer.test(module, loader)
         predictions = trainer.predict(module, loader)
         trainer.save_checkpoint(f"{home}/saved")
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module, loader, loader)
         with trainer.strategy.gathered():
             weights = {n: p.detach().clone() for n, p in module.named_parameters()}
         if rank == 0:
             export_safetensors(f"{home}/saved", f"{home}/exported")
         found[name] = module.seen, predictions, weights
     (seen, predictions, weights), (others, other_predictions, other_weights) = found.values()
-    assert seen == others and len(seen) > 30
+    assert seen == others and len(seen) > 20
     assert all(map(torch.equal, predictions, other_predictions))
     assert all(torch.equal(other_weights[n], w) for n, w in weights.items())
     if rank == 0:
@@ -193,7 +191,7 @@ def steady(rank, world, folder):
     gc.freeze()
     batch = [token_batch(m, 2, torch.float64) for m in range(60)]
     after, start = [], None
-    for fit in range(3):
+    for fit in range(2):
         module, seen = Model(), Census()
         trainer = make_trainer(on_disk(folder), world, folder, log_every_n_steps=1, callbacks=[seen])
         trainer.fit(module, batches(*batch[: 60 if fit == 1 else 20]), batches(*batch[:2]))
