@@ -65,7 +65,7 @@ def _deep(name: str, width: int, blocks: int) -> Size:
 
 WALLS = {
     "tiny": Wall(model=_deep("tiny", 256, 12), cap_bytes=56 * MB, steps=5, staging_bytes=1 << 18),
-    "small": Wall(model=_deep("small", 512, 32), cap_bytes=128 * MB, steps=6, staging_bytes=1 << 20),
+    "small": Wall(model=_deep("small", 512, 40), cap_bytes=160 * MB, steps=6, staging_bytes=1 << 20),
     "medium": Wall(model=_deep("medium", 1024, 32), cap_bytes=512 * MB, steps=6),
 }
 JUDGED = ("small", "medium")
