@@ -23,6 +23,9 @@ BAD = object()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 _SWITCHES = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false", "n": "false"}
 
+_SAME = {"gpu": "cuda"}
+"""What other tools call a choice."""
+
 Elsewhere = Callable[[str, str, Node], str | None]
 """(section, key, node) -> the fault of a key that is known in another section, or None."""
 
@@ -156,7 +159,8 @@ class Checker:
         for choice in choices:
             if type(choice) is type(node.value) and choice == node.value:
                 return choice
-        near = suggest(str(node.value), map(str, choices), many=0)
+        word = _SAME.get(node.value) if isinstance(node.value, str) else None
+        near = f" Write {word}." if word in choices else suggest(str(node.value), map(str, choices), many=0)
         listed = ", ".join(map(str, choices))
         return self.fault(node, f"{path} must be one of {listed}; got {show(node)}.{near}")
 

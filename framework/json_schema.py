@@ -87,6 +87,10 @@ def _type(wanted: Any) -> Schema:
         return _or({"enum": [*arguments]}, _INTERPOLATION)
     if wanted in _SCALARS:
         item: Schema = {"type": _SCALARS[wanted]}
+        if wanted is float:
+            # 3e-4 is text to YAML 1.1, and a number here.
+            item = _or(item, {"type": "string", "pattern": r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"})
+            return _or(item, _INTERPOLATION)
         return item if item["type"] in ("string", "null") else _or(item, _INTERPOLATION)
     if origin is tuple:
         many = {} if arguments[-1] is Ellipsis else {"minItems": len(arguments), "maxItems": len(arguments)}

@@ -193,6 +193,8 @@ class Worker:
         message, code = f"exit code {self.exit_code}", self.exit_code
         if self.exit_code < 0:
             message, code = f"killed by signal {-code} ({_signal_name(-code)})", 128 - code
+            if -self.exit_code == signal.SIGKILL:
+                message += ", which is what the system does when memory runs out (see dmesg)"
         elif self.exit_code == 0:
             message, code = "exit code 0 before the end of the run", 1
         return Report(self.rank, self.ended_s, "", message, "", consequence=False, exit_code=code)

@@ -57,8 +57,8 @@ ABSENT = {
     "allgather_bucket_size": "Whole units are gathered: leave it out, or name their classes in strategy.units.",
     "stage3_prefetch_bucket_size": "The next unit is gathered ahead anyway: leave it out.",
     "stage3_param_persistence_threshold": "It is strategy.keep_small here.",
-    "offload_optimizer": "State cannot be offloaded here: leave it out.",
-    "offload_param": "Weights cannot be offloaded here: leave it out.",
+    "offload_optimizer": "State on disk is strategy.offload.optimizer here, or strategy infinity.",
+    "offload_param": "Weights on disk are strategy.offload.parameters of zero3 here, or strategy infinity.",
     "params": "Its keys stand one level higher here.",
 }
 """What is said of keys of other tools that have no counterpart."""
@@ -70,6 +70,7 @@ STRATEGY_SYNONYMS = {
     "fsdp": "zero3",
     "fsdp2": "zero3",
     "full_shard": "zero3",
+    "zero_infinity": "infinity",
     "shard_grad_op": "zero2",
     "ddp_find_unused_parameters_true": "ddp",
     "ddp_spawn": "ddp",

@@ -145,7 +145,8 @@ def test_a_rank_that_exits_or_is_killed_is_named_with_the_end_of_its_log(run, tm
 def test_a_killed_rank_zero_is_named(run):
     assert run("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")[:2] == (
         137,
-        "shardlight: rank 0 of 2 failed: killed by signal 9 (SIGKILL)\n",
+        "shardlight: rank 0 of 2 failed: killed by signal 9 (SIGKILL), which is what the system does when memory runs out (see "
+        "dmesg)\n",
     )
 
 

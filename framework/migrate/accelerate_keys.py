@@ -49,7 +49,7 @@ ACCELERATE_KEYS: dict[str, Rule] = {
     "deepspeed_config.offload_param_device": fact("offload_param"),
     **section(
         "deepspeed_config",
-        none("goes with the offload, which is not here: this version keeps all state on the device that computes"),
+        none("goes with the offload: strategy infinity sizes its staging itself, on CPU ranks alone in this version"),
         "offload_optimizer_nvme_path offload_param_nvme_path",
     ),
     "deepspeed_config.zero3_init_flag": _BUILT,

@@ -27,7 +27,7 @@ _DATA = none(
     "no sampling by difficulty and no dropping of tokens: order, lengths and batches are your LightningDataModule's"
 )
 _SPARSE = none("no sparse attention: that is the model's own, torch's flex_attention say")
-_AIO = none("nothing is offloaded to disk; checkpoints need no tuning")
+_AIO = none("the disk engine of strategy infinity, and checkpoints, need no tuning")
 _PIPELINE = none("no pipeline of stages in this version: zero3 shards the layers instead")
 _TENSOR = none("no tensor parallelism in this version: zero3 shards the weights instead")
 _EXPERTS = none("no expert parallelism in this version: experts are sharded by zero3 like all weights")

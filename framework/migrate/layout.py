@@ -19,8 +19,8 @@ _DISTRIBUTED = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPE
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES |= {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "half": "float16", "float": "float32"}
 _NO_OFFLOAD = (
-    "nothing is offloaded in this version. Instead: a higher stage, more ranks, strategy.recompute: blocks for "
-    "activations, "
+    "on GPUs nothing is offloaded in this version; CPU ranks have strategy infinity, with state on disk. Instead: a "
+    "higher stage, more ranks, strategy.recompute: blocks for activations, "
     "strategy.moments_dtype: bfloat16 for half of the optimizer's state"
 )
 

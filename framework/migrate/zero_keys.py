@@ -15,13 +15,13 @@ _FETCH = none(
     "says how long a unit's weights stay"
 )
 _DETAIL = none("not needed: a detail of DeepSpeed's own engine")
-_OFFLOAD = none("goes with the offload, which is not here: this version keeps all state on the device that computes")
+_OFFLOAD = none("goes with the offload: strategy infinity sizes its staging itself, on CPU ranks alone in this version")
 _QUANTIZED = none(
     "nothing is quantized on its way; strategy.reduce_dtype: bfloat16 halves the gradients, and the weights of "
     "bf16-true "
     "and bf16-mixed travel in 16 bits"
 )
-_ZENFLOW = none("no updates that lag behind: every step is whole, and nothing is offloaded")
+_ZENFLOW = none("no updates that lag behind: every step is whole")
 _SAVING = none(
     "not needed: a checkpoint holds all weights under any strategy; `shardlight export PATH --to safetensors --out "
     "FILE` "
