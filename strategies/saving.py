@@ -29,6 +29,9 @@ from shardlight.strategies.ranks import RankCalls
 from torch import nn
 from torch.optim import Optimizer
 
+_SCHEDULERS = "lr_scheduler_classes"
+"""Of each scheduler, in a checkpoint's part of the Trainer."""
+
 
 class Saving(RankCalls):
     """The part of Lightning's contract that is about checkpoints."""
@@ -72,6 +75,8 @@ class Saving(RankCalls):
             )
         path = Path(os.fspath(filepath)).absolute()
         checkpoint = without_classes(checkpoint)
+        if "lr_schedulers" in checkpoint:
+            checkpoint[_SCHEDULERS] = [type(c.scheduler).__name__ for c in self.lr_scheduler_configs]
         optimizers = [_inner(o) for o in self.optimizers]
         try:
             if self._engine is None and self.interrupted:
@@ -132,6 +137,8 @@ class Saving(RankCalls):
             return NothingToRestore({"pytorch-lightning_version": pl.__version__})
         checkpoint = trainer_state.load_trainer(self._reader)
         checkpoint["state_dict"] = stored_state(self._reader)
+        if fitting:
+            self._keep_other_schedulers(checkpoint)
         # Lightning's tuners restore all of what they have saved a moment ago.
         patterns = () if self._from_tuner else self.skip_on_load
         state, stored = _plain_state(self.lightning_module), checkpoint["state_dict"]
@@ -140,6 +147,15 @@ class Saving(RankCalls):
         if self._reader.content.get("optimizers") is not None:
             checkpoint["optimizer_states"] = [None] * len(self._reader.content["optimizers"])
         return checkpoint
+
+    def _keep_other_schedulers(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves schedulers as they are where the checkpoint has the state of another class, with a word of it."""
+        states, here = checkpoint.get("lr_schedulers") or [], [c.scheduler for c in self.lr_scheduler_configs]
+        for number, name in enumerate(checkpoint.pop(_SCHEDULERS, None) or []):
+            mine = type(here[number]).__name__ if number < len(here) else "none"
+            if mine != name and number < len(states):
+                notify(f"{self.resumed_from}: scheduler {number} was {name} and is {mine}: it starts anew.")
+                states[number] = here[number].state_dict() if number < len(here) else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Reads this rank's pieces of the weights, as `on_load_checkpoint` has left their names and values."""

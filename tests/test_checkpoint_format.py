@@ -367,6 +367,8 @@ HOSTILE = {
     "a dtype that is a list": (lambda c: c["tensors"]["w"].update(dtype=["F32"]), "is not a dtype"),
     "tensors as a list": (lambda c: c.update(tensors=[]), "is not a dict"),
     "no files": (lambda c: c.pop("files"), "cannot be read"),
+    "a tie to nothing": (lambda c: c.update(aliases={"x": "nowhere"}), "tied to 'nowhere'"),
+    "a tie to no name": (lambda c: c.update(aliases={"x": {}}), "tied to {}"),
     "chunks of one byte": (lambda c: c.update(chunk_bytes=1), "chunk_bytes is 1"),
 }  # fmt: skip
 

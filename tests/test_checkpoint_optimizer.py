@@ -123,3 +123,57 @@ def two_groups(rank, world_size, folder):
 
 def test_groups_with_options_of_their_own_are_not_mixed(tmp_path):
     run_ranks(two_groups, 2, folder=str(tmp_path))
+
+
+def of_two(rank, world_size, folder):
+    model = build(Heads)
+    two = [
+        torch.optim.AdamW(model.a.parameters()),
+        torch.optim.SGD([*model.b.parameters(), *model.c.parameters()], 0.1),
+    ]
+    engine = Engine(model, PLANS["zero2"], group(world_size))
+    for optimizer in two:
+        engine.take_optimizer(optimizer)
+    content = {"state_dict": model.state_dict(keep_vars=True), "optimizer_states": []}
+    trainer_state.save(engine, two, content, {}, Path(f"{folder}/two"))
+    engine.detach()
+    model, optimizer, engine = start("zero2", world_size)
+    with pytest.raises(CheckpointError, match=r"2 optimizers were saved \(AdamW, SGD\), and there are 1 here"):
+        trainer_state.load_optimizers(engine, CheckpointReader(f"{folder}/two"), [optimizer])
+
+
+def test_fewer_optimizers_than_were_saved_are_an_error(tmp_path):
+    run_ranks(of_two, 1, folder=str(tmp_path))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).square().mean()
+
+
+def of_one_number(rank, world_size, folder):
+    found = []
+    for plan in PLAN_NAMES:
+        model = build(Scaled)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, PLANS[plan], group(world_size))
+        engine.take_optimizer(optimizer)
+        with engine.forward():
+            loss = model(rows(0, rank))
+        engine.backward(loss)
+        engine.step(optimizer)
+        content = {"state_dict": model.state_dict(keep_vars=True), "optimizer_states": []}
+        trainer_state.save(engine, [optimizer], content, {}, Path(f"{folder}/{plan}"))
+        found.append(CheckpointReader(f"{folder}/{plan}").content["optimizers"][0]["states"]["scale"])
+        assert trainer_state.load_optimizers(engine, CheckpointReader(f"{folder}/{plan}"), [optimizer]) == ([], [])
+        engine.detach()
+    assert all(one == found[0] for one in found), found
+    assert sorted(found[0]["scalars"]) == ["exp_avg", "exp_avg_sq", "step"] and not found[0]["tensors"]
+
+
+def test_the_moments_of_one_number_are_stored_alike_under_every_strategy(tmp_path):
+    run_ranks(of_one_number, 2, folder=str(tmp_path))

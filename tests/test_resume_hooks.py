@@ -300,3 +300,33 @@ def test_all_that_came_after_any_save_comes_after_the_resume(tmp_path):
 def test_a_reduction_is_not_looked_up_by_a_name_that_a_checkpoint_has(name):
     with pytest.raises(CheckpointError, match="which is no reduction"):
         restore_entry(None, {"reduce": name, "name": "loss"})
+
+
+class Rated(Module):
+    """One scheduler, of a class that is given."""
+
+    def __init__(self, scheduler):
+        super().__init__()
+        self.scheduler = scheduler
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [self.scheduler(optimizer)]
+
+
+def other_scheduler(rank, world_size, folder):
+    stepped = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)  # noqa: E731
+    exponential = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+    loader = DataLoader(Rows(6), batch_size=3)
+    trainer = make_trainer("zero1", 1, folder, max_epochs=2)
+    trainer.fit(Rated(stepped), loader)
+    trainer.save_checkpoint(f"{folder}/saved")
+    module, trainer = Rated(exponential), make_trainer("zero1", 1, folder, max_epochs=3)
+    with pytest.warns(UserWarning, match="scheduler 0 was StepLR and is ExponentialLR: it starts anew"):
+        trainer.fit(module, loader, ckpt_path=f"{folder}/saved")
+    state = module.lr_schedulers().state_dict()
+    assert state["gamma"] == 0.5 and "step_size" not in state and state["last_epoch"] == 1
+
+
+def test_a_scheduler_takes_no_state_of_another_class(tmp_path):
+    run_ranks(other_scheduler, 1, init=False, folder=str(tmp_path))

@@ -163,6 +163,9 @@ class Manifest:
             stored = _a(dict, content["tensors"])
             tensors = {n: StoredTensor.from_json(n, t, files) for n, t in stored.items()}
             _check_regions(files, tensors)
+            for name, same in _a(dict, content.get("aliases", {})).items():
+                if not isinstance(same, str) or f"model/{same}" not in tensors:
+                    raise CheckpointError(f"'{name}' is said to be tied to {same!r}, which is no tensor of it")
         except CheckpointError as error:
             raise CheckpointError(f"{folder / MANIFEST}: {error}.") from None
         except (KeyError, TypeError, ValueError) as error:

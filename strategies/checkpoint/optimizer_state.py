@@ -4,7 +4,7 @@ A parameter's state has tensors laid out like the parameter (moments), tensors o
 parameters whole (factors of a second moment), and single numbers (the count of steps), which are JSON.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ def _add_state(
     mine, whole = local.of(parameter, optimizer), local.is_whole(parameter, optimizer)
     owner = engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0
     scalars, tensors = {}, []
-    for key, value in optimizer.state[parameter].items():
+    for key, held in optimizer.state[parameter].items():
+        # Of a parameter that is one number the moments are numbers as well, sharded or not.
+        single = isinstance(held, Tensor) and not parameter.dim() and held.numel() == 1
+        value = held.reshape(()) if single else held
         is_tensor = isinstance(value, Tensor) and value.dim() > 0
         if is_tensor and mine is not None and value.shape == mine.shape:
             start, part = _part_to_write(engine, optimizer, parameter, value.reshape(-1))
@@ -100,6 +103,18 @@ def merge_optimizers(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             states.update(part["states"])
         merged.append({**everyone[0], "states": states})
     return merged
+
+
+def refuse_fewer(reader: CheckpointReader, optimizers: Sequence[Optimizer]) -> None:
+    """Raises CheckpointError where a checkpoint has more optimizers than there are: the state of some would be lost."""
+    saved = reader.content.get("optimizers") or []
+    if len(saved) > len(optimizers):
+        there = ", ".join(str((one or {}).get("class")) for one in saved)
+        raise CheckpointError(
+            f"{reader.path}: {len(saved)} optimizers were saved ({there}), and there are {len(optimizers)} here: the "
+            "state of the others would be lost. Make as many in configure_optimizers, or start from the weights alone with "
+            "init_from (load_weights)."
+        )
 
 
 class SavedOptimizer:

@@ -13,7 +13,12 @@ from shardlight.strategies.checkpoint.codec import decode, encode
 from shardlight.strategies.checkpoint.disk import publish, remove_folder, sync_folder, write_file
 from shardlight.strategies.checkpoint.hf import describe_models
 from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
-from shardlight.strategies.checkpoint.optimizer_state import SavedOptimizer, add_optimizer, merge_optimizers
+from shardlight.strategies.checkpoint.optimizer_state import (
+    SavedOptimizer,
+    add_optimizer,
+    merge_optimizers,
+    refuse_fewer,
+)
 from shardlight.strategies.checkpoint.parts import SHARDED, add_parts, replica_share
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.stored_values import EditedState, load_state, stored_state
@@ -271,6 +276,7 @@ def load_optimizers(
     """
     saved, fault = [], ""
     try:
+        refuse_fewer(reader, optimizers)
         saved = [SavedOptimizer(engine, reader, i, o, skip) for i, o in enumerate(optimizers)]
     except CheckpointError as error:
         fault = str(error)
