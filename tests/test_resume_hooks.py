@@ -319,11 +319,11 @@ def other_scheduler(rank, world_size, folder):
     exponential = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
     loader = DataLoader(Rows(6), batch_size=3)
     trainer = make_trainer("zero1", 1, folder, max_epochs=2)
-    trainer.fit(Rated(stepped), loader)
+    trainer.fit(Rated(stepped), loader, loader)
     trainer.save_checkpoint(f"{folder}/saved")
     module, trainer = Rated(exponential), make_trainer("zero1", 1, folder, max_epochs=3)
     with pytest.warns(UserWarning, match="scheduler 0 was StepLR and is ExponentialLR: it starts anew"):
-        trainer.fit(module, loader, ckpt_path=f"{folder}/saved")
+        trainer.fit(module, loader, loader, ckpt_path=f"{folder}/saved")
     state = module.lr_schedulers().state_dict()
     assert state["gamma"] == 0.5 and "step_size" not in state and state["last_epoch"] == 1
 

@@ -112,8 +112,8 @@ def refuse_fewer(reader: CheckpointReader, optimizers: Sequence[Optimizer]) -> N
         there = ", ".join(str((one or {}).get("class")) for one in saved)
         raise CheckpointError(
             f"{reader.path}: {len(saved)} optimizers were saved ({there}), and there are {len(optimizers)} here: the "
-            "state of the others would be lost. Make as many in configure_optimizers, or start from the weights alone with "
-            "init_from (load_weights)."
+            "state of the others would be lost. Make as many in configure_optimizers, or start from the weights alone "
+            "with init_from (load_weights)."
         )
 
 
