@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zlib
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -367,8 +366,7 @@ HOSTILE = {
     "a dtype that is a list": (lambda c: c["tensors"]["w"].update(dtype=["F32"]), "is not a dtype"),
     "tensors as a list": (lambda c: c.update(tensors=[]), "is not a dict"),
     "no files": (lambda c: c.pop("files"), "cannot be read"),
-    "a tie to nothing": (lambda c: c.update(aliases={"x": "nowhere"}), "tied to 'nowhere'"),
-    "a tie to no name": (lambda c: c.update(aliases={"x": {}}), "tied to {}"),
+    "a tie to nothing": (lambda c: c.update(aliases={"x": {}}), "tied to {}"),
     "chunks of one byte": (lambda c: c.update(chunk_bytes=1), "chunk_bytes is 1"),
 }  # fmt: skip
 
@@ -499,4 +497,3 @@ def test_pickles_under_every_name_are_never_read(tmp_path):
         (folder / name).write_bytes(bomb)
     assert read_all(folder).read("w").tolist() == list(range(12))
     assert not (tmp_path / "exploded").exists()
-    assert Path(folder).is_dir()

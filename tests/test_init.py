@@ -1,6 +1,7 @@
 """`shardlight init`: what it refuses, what it leaves, and that every template's project is whole, trains and says so."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -149,6 +150,7 @@ def test_a_project_that_fails_leaves_nothing(tmp_path, templates, there):
         folder.mkdir(parents=True)
     with pytest.raises(Exception, match="misspelt"):
         generate.generate(TEMPLATES["tabular"], folder, "new", templates)
+    gc.collect()  # here, and not in a later test
     assert (list(folder.iterdir()) == []) if there else not (tmp_path / "deep").exists()
 
 
@@ -319,7 +321,7 @@ def run_tests(rank, world_size, project):
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of plugins that are imported already
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.chdir(project):
-        code = pytest.main(["-q", "-p", "no:cacheprovider", "-W", "error", project])
+        code = pytest.main(["-q", "-p", "no:cacheprovider", "-W", "error", f"--basetemp={project}/.tmp", project])
     assert code == 0, output.getvalue()
     return output.getvalue()
 
