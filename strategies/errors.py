@@ -9,6 +9,10 @@ class StrategyError(ShardlightError):
     """A strategy cannot do what was asked, or was used outside its contract."""
 
 
+class ScheduleError(StrategyError, ValueError):
+    """A pipeline schedule is not possible with these numbers, or its actions cannot be carried out in their order."""
+
+
 class NoRoomError(StrategyError):
     """A run would take more memory or disk than there is; it was refused before it took any."""
 
