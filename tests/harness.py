@@ -8,6 +8,7 @@ Ranks are forked from a server that has already imported torch and Lightning (`w
 import ctypes
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -201,6 +202,7 @@ def _rank(body, rank: int, world_size: int, settings: dict, kwargs: dict, pipe) 
     from shardlight.strategies.engine import partition
 
     partition.MIN_UNIT_NUMEL = 0  # the models of tests are tiny, and their blocks units all the same
+    gc.freeze()  # [Note: inherited objects]
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed pytest
