@@ -7,6 +7,7 @@ working directory, process sessions, output, signals, exit codes. Cold: the inte
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing.connection
 import os
@@ -117,6 +118,7 @@ def slurm_variables(rank: int, world_size: int, job: int) -> dict[str, str]:
 def _keep(job: tuple, pipe: multiprocessing.connection.Connection) -> None:
     """Starts the command, waits for it, and looks for what it left: orphans come to their nearest subreaper."""
     arguments, cwd, env, output, timeout_s, cold, signals = job
+    gc.freeze()  # [Note: inherited objects]
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
     started = time.monotonic()
     pid = _fork(lambda: _command(arguments, cold), env, cwd=cwd, out=os.open(output, os.O_WRONLY | os.O_CREAT, 0o600))

@@ -1,5 +1,6 @@
 """Stops early when shardlight is not installed, and fails a test that leaves something behind."""
 
+import gc
 import importlib.util
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -27,6 +28,16 @@ def _installed() -> bool:
 
 if not _installed():
     pytest.exit("shardlight is not installed here; run: pip install -e '.[dev]'", returncode=4)
+
+
+def pytest_collection_finish() -> None:
+    """[Note: inherited objects] What is imported by now (PyTorch, Lightning, all tests: a million objects) stays.
+
+    A collection that looks at all of it takes a second, and in a forked process copies the pages it lies on. The engine
+    asks for collections, and so do tests: those look at what the test itself has made.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
