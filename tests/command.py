@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -119,6 +120,7 @@ def _keep(job: tuple, pipe: multiprocessing.connection.Connection) -> None:
     """Starts the command, waits for it, and looks for what it left: orphans come to their nearest subreaper."""
     arguments, cwd, env, output, timeout_s, cold, signals = job
     gc.freeze()  # [Note: inherited objects]
+    multiprocessing.set_start_method(None, force=True)  # as in `harness._rank`
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
     started = time.monotonic()
     pid = _fork(lambda: _command(arguments, cold), env, cwd=cwd, out=os.open(output, os.O_WRONLY | os.O_CREAT, 0o600))

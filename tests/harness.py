@@ -203,6 +203,8 @@ def _rank(body, rank: int, world_size: int, settings: dict, kwargs: dict, pipe) 
 
     partition.MIN_UNIT_NUMEL = 0  # the models of tests are tiny, and their blocks units all the same
     gc.freeze()  # [Note: inherited objects]
+    # Loaders start their workers as in any program; by the fork server's way each would import torch anew.
+    multiprocessing.set_start_method(None, force=True)
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives a killed pytest
