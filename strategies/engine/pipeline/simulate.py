@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardlight.strategies.engine.pipeline.costs import Costs
 from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedule
 from shardlight.strategies.errors import ScheduleError
 
@@ -11,65 +12,6 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """After these the gradient of the stage's input is there."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """After these the gradients of the stage's weights are there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What one micro-batch costs on each stage: seconds, or any other unit of time, and bytes.
-
-    Attributes:
-        forward, backward_input, backward_weight: time per stage.
-        backward: time per stage of both backwards in one; None: the sum of the two.
-        reduce: time per stage that a rank is held up by the reduction of a stage's gradients; None: nothing.
-        communication: time from the end of an action until what it sends has arrived; ranks compute meanwhile.
-        activation_bytes: per stage, kept from a forward until its backward.
-        held_bytes: per stage, what a split backward still keeps of that for the weights' gradients; None: all of it.
-    """
-
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    backward: tuple[float, ...] | None = None
-    reduce: tuple[float, ...] | None = None
-    communication: float = 0.0
-    activation_bytes: tuple[float, ...]
-    held_bytes: tuple[float, ...] | None = None
-
-    @classmethod
-    def uniform(
-        cls,
-        stages: int,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        communication: float = 0.0,
-        activation_bytes: float = 1.0,
-        held_bytes: float | None = None,
-    ) -> "Costs":
-        """Returns the same costs for every stage; by default each of the three parts takes 1."""
-        return cls(
-            forward=(forward,) * stages,
-            backward_input=(backward_input,) * stages,
-            backward_weight=(backward_weight,) * stages,
-            communication=communication,
-            activation_bytes=(activation_bytes,) * stages,
-            held_bytes=None if held_bytes is None else (held_bytes,) * stages,
-        )
-
-    def of(self, action: Action) -> float:
-        """Returns the time that an action takes."""
-        stage = action.stage
-        if action.kind == Kind.FORWARD:
-            return self.forward[stage]
-        if action.kind == Kind.BACKWARD_INPUT:
-            return self.backward_input[stage]
-        if action.kind == Kind.BACKWARD_WEIGHT:
-            return self.backward_weight[stage]
-        if action.kind == Kind.REDUCE:
-            return 0.0 if self.reduce is None else self.reduce[stage]
-        return (
-            self.backward_input[stage] + self.backward_weight[stage] if self.backward is None else self.backward[stage]
-        )
 
 
 @dataclass(frozen=True, slots=True)
