@@ -9,6 +9,7 @@ from shardlight.strategies.lazy_names import serve
 
 if TYPE_CHECKING:
     from shardlight.framework.config import config_from_dict, load_config
+    from shardlight.framework.constraints import DirectoryPath, FilePath
     from shardlight.framework.faults import ConfigError
     from shardlight.framework.module import TrainingModule
     from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "ConfigError",
+    "DirectoryPath",
+    "FilePath",
     "OptimizerConfig",
     "Progress",
     "RunSummary",
@@ -34,6 +37,8 @@ _HOMES = {
     "ScheduleConfig": "optim",
     "Config": "schema",
     "ConfigError": "faults",
+    "DirectoryPath": "constraints",
+    "FilePath": "constraints",
     "load_config": "config",
     "config_from_dict": "config",
     "Progress": "progress",

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from shardlight.framework.faults import DEFAULT, Fault, suggest
+from shardlight.framework.constraints import Exists
+from shardlight.framework.faults import DEFAULT, Fault, nearest, suggest
 from shardlight.framework.source import BROKEN, Node, parse_scalar
 
 BAD = object()
@@ -36,11 +37,18 @@ class Checker:
     Args:
         faults: the list that faults are added to.
         elsewhere: looks a key up that its section does not know; see `Elsewhere`.
+        root: where relative paths start that have to be there: the project's folder.
     """
 
-    def __init__(self, faults: list[Fault], elsewhere: Elsewhere = lambda section, key, node: None):
+    def __init__(
+        self,
+        faults: list[Fault],
+        elsewhere: Elsewhere = lambda section, key, node: None,
+        root: Path = Path(),
+    ):
         self.faults = faults
         self.elsewhere = elsewhere
+        self.root = root
 
     def fault(self, node: Node, text: str) -> Any:
         """Adds a fault at the node; returns BAD."""
@@ -75,12 +83,35 @@ class Checker:
             unset = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if unset and name not in values:
                 self.fault(node, f"{path}.{name} is missing: it has no default. It is {words(hints[name])}.")
-        if len(self.faults) > before or any(value is BAD for value in values.values()):
+        unsure = {name for name, value in values.items() if value is BAD}
+        unsure |= {near for key in node.value.keys() - fields.keys() if (near := nearest(key, fields))}
+        if len(self.faults) > before:
+            self._rest(node, cls, path, {key: value for key, value in values.items() if value is not BAD}, unsure)
+        if len(self.faults) > before or unsure:
             return BAD
         try:
             return cls(**values)
         except (ValueError, TypeError) as error:
             return self._owner_faults(node, str(error), path, fields)
+
+    def _rest(self, node: Node, cls: type, path: str, values: dict[str, Any], unsure: set[str]) -> None:
+        """What a dataclass's own check says of the values that are right by themselves, beside others that are not.
+
+        Only what is a fault whatever the others were meant to be: nothing that speaks of one of them, and nothing
+        at all where that is `name`, which decides what the other keys mean.
+        """
+        if "name" in unsure:
+            return
+        try:
+            cls(**values)
+        except ValueError as error:
+            fields = [field.name for field in dataclasses.fields(cls)]
+            attempt = Checker([], self.elsewhere, self.root)
+            attempt._owner_faults(node, str(error), path, fields)
+            said = [fault for fault in attempt.faults if unsure.isdisjoint(re.findall(r"\w+", fault.text))]
+            self.faults += [fault for fault in said if any(fault.text.startswith(f"{path}.{key} ") for key in values)]
+        except TypeError:  # one that it needs is not there
+            return
 
     def _owner_faults(self, node: Node, text: str, path: str, fields: Iterable[str]) -> Any:
         """Faults of a dataclass's own check, "optimizer: lr is -1; ...; eps is ...", each at the line of its field."""
@@ -104,7 +135,9 @@ class Checker:
         if wanted is inspect.Parameter.empty or wanted in (Any, object):
             return node.plain()
         if origin is typing.Annotated:
-            return self.convert(node, arguments[0], path)
+            value = self.convert(node, arguments[0], path)
+            marks = [item for item in arguments[1:] if isinstance(item, Exists)]
+            return self._existing(node, value, marks[0], path) if marks and value is not BAD else value
         if origin in (Union, types.UnionType):
             return self._union(node, wanted, arguments, path)
         if origin is Literal:
@@ -122,6 +155,20 @@ class Checker:
         if container in (dict, Mapping):
             return self._mapping(node, arguments, path)
         return self.fault(node, f"{path} must be {words(wanted)}, which a config cannot give; got {show(node)}.")
+
+    def _existing(self, node: Node, value: Path, wanted: Exists, path: str) -> Any:
+        """The path from the project's folder on, where what it means is there."""
+        found = self.root / value
+        if found.is_file() if wanted.kind == "file" else found.is_dir():
+            return found
+        if found.exists():
+            other = "a folder" if found.is_dir() else "a file"
+            return self.fault(node, f"{path}: {found} is {other}, and has to be a {wanted.kind}.")
+        near = nearest(found.name, (item.name for item in found.parent.iterdir())) if found.parent.is_dir() else None
+        mend = f" Did you mean '{value.with_name(near)}'?" if near else ""
+        if not mend and not value.is_absolute():
+            mend = f" Relative paths start at {self.root}."
+        return self.fault(node, f"{path}: there is no {wanted.kind} {value}.{mend}")
 
     def _scalar(self, node: Node, wanted: type, path: str) -> Any:
         value = node.value
@@ -149,7 +196,7 @@ class Checker:
             return self.convert(node, arms[0], path)
         scalars = sorted(arms, key=lambda arm: arm is not type(node.value))
         for arm in scalars:
-            attempt = Checker([], self.elsewhere)
+            attempt = Checker([], self.elsewhere, self.root)
             value = attempt.convert(node, arm, path)
             if value is not BAD:
                 return value
@@ -221,6 +268,9 @@ def words(wanted: Any) -> str:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted in _WORDS:
         return _WORDS[wanted]
+    if origin is typing.Annotated:
+        marks = [item.kind for item in arguments[1:] if isinstance(item, Exists)]
+        return f"the path of a {marks[0]}" if marks else words(arguments[0])
     if origin in (Union, types.UnionType):
         return " or ".join(words(arm) for arm in arguments)
     if origin is Literal:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
+from shardlight.framework.constraints import ATTRIBUTE, DirectoryPath, FilePath
 from shardlight.framework.described import (
     BASES,
     HOOKS,
@@ -19,6 +20,7 @@ from shardlight.framework.described import (
     Described,
     NoNameError,
     UnclearError,
+    texts,
 )
 from shardlight.framework.module_source import Found, Module, Sources, top_level
 
@@ -37,6 +39,8 @@ _TYPES: dict[str, Any] = {
     "typing.Dict": dict,
     "typing.Tuple": tuple,
     "pathlib.Path": Path,
+    "shardlight.framework.constraints.FilePath": FilePath,
+    "shardlight.framework.constraints.DirectoryPath": DirectoryPath,
 }
 for _kind in (Sequence, Mapping, Iterable):
     _TYPES |= {f"{package}.{_kind.__name__}": _kind for package in ("typing", "collections.abc")}
@@ -73,7 +77,9 @@ class FromSource:
         lineage = self._lineage(found)
         own = {name for f in lineage if f.path not in (*BASES, TRAINING_MODULE) for name in _all_bound(f)}
         parameters = dict(self._parameters(lineage))
-        return Described(found.path, tuple(item.path for item in lineage), parameters, frozenset(own & {*HOOKS}))
+        constraints = tuple(dict.fromkeys(text for item in lineage for text in _constraints(item)))
+        names = tuple(item.path for item in lineage)
+        return Described(found.path, names, parameters, frozenset(own & {*HOOKS}), constraints)
 
     def _classes(self, module: Module) -> Iterator[tuple[str, Described]]:
         for name in module.bound:
@@ -222,6 +228,17 @@ def _method(found: Found, name: str) -> ast.stmt | None:
     if len(bound) > 1:
         raise UnclearError
     return bound[0] if bound else None
+
+
+def _constraints(found: Found) -> tuple[str, ...]:
+    """Those that a class has of its own, where they are written out. Raises: UnclearError: they are not."""
+    statement = _method(found, ATTRIBUTE)
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return ()
+    try:
+        return texts(ast.literal_eval(statement.value))
+    except ValueError:
+        raise UnclearError from None
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from shardlight.framework.check import BAD, Checker, show, words
 from shardlight.framework.class_source import FromSource
+from shardlight.framework.constraints import Constraint, ConstraintError
 from shardlight.framework.described import (
     UNREADABLE,
     BrokenModuleError,
@@ -36,6 +37,7 @@ from shardlight.framework.source import BROKEN, Node
 
 TRUSTED = ("shardlight", "lightning", "torchmetrics")
 """Packages whose classes a config may always name."""
+_EMPTY = inspect.Parameter.empty
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class ClassConfig:
         if name in self.arguments:
             return self.arguments[name]
         found = self.described.parameters.get(name)
-        return None if found is None or found.default is inspect.Parameter.empty else found.default
+        return None if found is None or found.default is _EMPTY else found.default
 
 
 def _copy(value: Any) -> Any:
@@ -217,14 +219,49 @@ class Classes:
         for name, parameter in known.items():
             if name in values:
                 continue
-            if parameter.default is inspect.Parameter.empty:
+            if parameter.default is _EMPTY:
                 wanted = words(_readable(parameter.annotation))
                 self._fault(node, f"{path}.{name} is missing: {class_path} needs it. It is {wanted}.")
             elif name == "batch_size":
                 _readable(parameter.default)
+        self._constraints(node, target, values, class_path, path)
         if len(self.checker.faults) > before or any(value is BAD for value in values.values()):
             return None
         return ClassConfig(class_path=class_path, described=target, arguments=MappingProxyType(values))
+
+    def _constraints(self, node: Node, target: Described, given: Mapping[str, Any], class_path: str, path: str) -> None:
+        """Compares arguments as the class says; those with faults of their own are left out."""
+        defaults = {name: item.default for name, item in target.parameters.items() if item.default is not _EMPTY}
+        values = {name: value for name, value in {**defaults, **given}.items() if value is not BAD}
+        found = []
+        for text in target.constraints:
+            try:
+                found.append(Constraint(text, target.parameters))
+            except ConstraintError as error:
+                where = f"{class_path} has the constraint {text!r}"
+                self._fault(node, f"{path}.class: {where}: {error}. Change it in the class.")
+        known = [item for item in found if values.keys() >= {*item.names}]
+        for item in known:
+            for name in item.names:
+                _readable(values[name])
+            if item.holds(values):
+                continue
+            name = next((name for name in reversed(item.names) if name in given), item.names[-1])
+            others = " and ".join(f"{other} is {values[other]}" for other in item.names if other != name)
+            told = f"{path}.{name} is {values[name]}, but {class_path} needs {item.text}"
+            told += f", and {others}." if others else "."
+            self._fault(node.value.get(name, node), told + _instead(item, name, values, known))
+
+
+def _instead(failed: Constraint, name: str, values: Mapping[str, Any], known: Sequence[Constraint]) -> str:
+    """Whole numbers near those of a config with which a constraint would hold."""
+    choices = []
+    for other in (name, *(item for item in failed.names if item != name)):
+        if type(values[other]) is int:
+            beside = [item for item in known if other in item.names and item is not failed]
+            numbers = " or ".join(map(str, failed.nearest(other, values, beside)))
+            choices += [f"{other} {numbers}"] if numbers else []
+    return f" Write {', or '.join(choices)}." if choices else ""
 
 
 def _spec(top: str) -> ModuleSpec | None:

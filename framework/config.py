@@ -38,6 +38,7 @@ from shardlight.framework.schema import (
     TrainerConfig,
 )
 from shardlight.framework.source import BROKEN, Node, from_python
+from shardlight.framework.sums import Sums
 from shardlight.framework.unit_names import class_names
 from shardlight.strategies.checkpoint.candidates import FOLDER
 from shardlight.strategies.errors import StrategyError
@@ -184,7 +185,8 @@ class _Building:
         self.verb = verb
         self.trust = trust
         self.readers = readers
-        self.checker = Checker(faults, self._elsewhere)
+        self.root = project_root(folder)
+        self.checker = Checker(faults, self._elsewhere, self.root)
         self.classes: dict[str, ClassConfig] = {}
         self.targets: dict[str, Described] = {}
         self.derived: dict[str, str] = {}
@@ -193,13 +195,12 @@ class _Building:
         self._top_level()
         values = self.tree.value
         parts: dict[str, Any] = {}
-        root = project_root(self.folder)
         # A first look without faults, so that a key of the data class is known as such wherever else it stands.
-        scout = Classes(root, self.trust, Checker([]), self.readers)
+        scout = Classes(self.root, self.trust, Checker([], root=self.root), self.readers)
         for name, base in (("module", MODULE), ("data", DATA_MODULE)):
             scout.load(values.get(name), base, name, self.tree)
         self.targets = scout.targets
-        classes = Classes(root, self.trust, self.checker, self.readers)
+        classes = Classes(self.root, self.trust, self.checker, self.readers)
         for name, base in (("module", MODULE), ("data", DATA_MODULE)):
             parts[name] = classes.load(values.get(name), base, name, self.tree)
             if parts[name] is not None:
@@ -214,7 +215,8 @@ class _Building:
             self.checker.fault(values["seed"], f"seed is {parts['seed']}; it must be from 0 to {2**32 - 1}.")
         parts["vars"] = MappingProxyType(self._mapping("vars"))
         parts["extends"] = tuple(self._extends())
-        parts["trainer"] = trainer if trainer is BAD else self._batches(trainer)
+        self.sums = Sums(self.tree, self.checker, self.targets)
+        parts["trainer"] = self._batches(trainer)
         self._hooks()
         if self.verb == "fit":
             self._training(trainer, parts)
@@ -279,8 +281,8 @@ class _Building:
 
     def _strategy(self, trainer: TrainerConfig | None) -> StrategyConfig | None:
         node = self.tree.value.get("strategy")
-        world_size = 1 if trainer is None else trainer.world_size
         if node is None or node.value is None:
+            world_size = 1 if trainer is None else trainer.world_size
             name = "single" if world_size == 1 else "ddp"
             self.derived["strategy.name"] = f"default for {world_size} process{'es' if world_size > 1 else ''}"
             return StrategyConfig(name=name, options=OPTIONS[name]())
@@ -289,18 +291,13 @@ class _Building:
             return None
         options = Node({key: item for key, item in node.value.items() if key != "name"}, node.origin)
         made = self.checker.section(options, OPTIONS[name], "strategy", f"an option of {name}")
-        if name == "single" and world_size > 1:
-            product = f"trainer.devices {trainer.devices} x trainer.num_nodes {trainer.num_nodes} = {world_size}"
-            others = ", ".join(other for other in OPTIONS if other != "single")
-            text = f"strategy single runs in one process, but {product}. Choose {others}, or set both to 1."
-            self.checker.fault(node.value["name"], text)
+        if name == "single":
+            self.sums.single(node.value["name"], [other for other in OPTIONS if other != name])
         if made is not BAD and trainer is not None:
             for option, fault in without_effect(made, trainer.precision).items():
                 self.checker.fault(node.value[option], f"strategy.{fault}")
-            if made.shard_group and world_size % made.shard_group:
-                fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-                text = f"{world_size} ranks do not divide into groups of {made.shard_group}. Use one of {fits}."
-                self.checker.fault(node.value["shard_group"], f"strategy.shard_group is {made.shard_group}: {text}")
+        if made is not BAD and made.shard_group:
+            self.sums.shard_group(node.value["shard_group"], made.shard_group)
         return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
 
     def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:
@@ -317,16 +314,16 @@ class _Building:
 
     def _units(self, config: StrategyConfig) -> None:
         """Classes that the project does not have, where all that its model can be made of are known."""
-        module, reader = self.classes.get("module"), self.readers[0]
+        module, reader = self.targets.get("module"), self.readers[0]
         if not config.options.units or module is None or not isinstance(reader, FromSource):
             return
         try:
-            known = class_names(reader.sources, module.described.name.rpartition(".")[0])
+            known = class_names(reader.sources, module.name.rpartition(".")[0])
         except UnclearError:
             return
         for index, name in enumerate(config.options.units if known is not None else ()):
             if name not in known:
-                text = f"strategy.units[{index}]: {module.class_path} has no module class {name}."
+                text = f"strategy.units[{index}]: {self._class_of('module')[1]} has no module class {name}."
                 self.checker.fault(self.tree.value["strategy"].value["units"], text + suggest(name, known, many=0))
 
     def _backend(self, config: StrategyConfig) -> None:
@@ -357,56 +354,36 @@ class _Building:
         return named.value if named is not None and named.value in list(OPTIONS) else None
 
     def _batches(self, trainer: TrainerConfig) -> TrainerConfig:
-        """Global batch = batch per rank x accumulation x ranks: checks it, or derives the accumulation."""
-        data, whole, accumulate = self.classes.get("data"), trainer.global_batch_size, trainer.accumulate_grad_batches
-        given = None if data is None else data.argument("batch_size")
-        if whole is None and isinstance(given, int) and given < 1:
-            home = self.tree.find("data.batch_size") or self.tree
-            self.checker.fault(home, f"data.batch_size is {given}; it must be at least 1.")
-        if whole is None:
-            return dataclasses.replace(trainer, accumulate_grad_batches=accumulate or 1)
-        home = self.tree.find("trainer.global_batch_size") or self.tree
-        batch = None if data is None else data.argument("batch_size")
-        if not isinstance(batch, int) or batch < 1:
-            if data is not None:
-                text = f"{data.class_path} has no such argument" if batch is None else f"it is {batch}"
-                text = f"trainer.global_batch_size needs data.batch_size, a positive whole number, but {text}."
-                self.checker.fault(home, text)
-            return trainer
-        ranks = f"trainer.devices {trainer.devices} x trainer.num_nodes {trainer.num_nodes}"
-        if accumulate is None:
-            divisor = batch * trainer.world_size
-            if whole % divisor:
-                terms = f"{divisor} = data.batch_size {batch} x {ranks}"
-                self.checker.fault(home, f"trainer.global_batch_size {whole} is not divisible by {terms}.")
-            self.derived["trainer.accumulate_grad_batches"] = f"from trainer.global_batch_size, {home.origin}"
-            return dataclasses.replace(trainer, accumulate_grad_batches=max(1, whole // divisor))
-        product = batch * accumulate * trainer.world_size
-        if product != whole:
-            terms = f"data.batch_size {batch} x trainer.accumulate_grad_batches {accumulate} x {ranks} = {product}"
-            text = f"trainer.global_batch_size is {whole}, but {terms}. Make them agree, or leave one out."
-            self.checker.fault(home, text)
-        return trainer
+        """The trainer with the accumulation that the batch sizes give."""
+        accumulate, derived = self.sums.accumulation()
+        if derived is not None:
+            self.derived["trainer.accumulate_grad_batches"] = f"from trainer.global_batch_size, {derived}"
+        return trainer if trainer is BAD else dataclasses.replace(trainer, accumulate_grad_batches=accumulate)
+
+    def _class_of(self, section: str) -> tuple[Node, str]:
+        """Where the class of a section is named, and its import path there."""
+        named = self.tree.value[section].value["class"]
+        return named, named.value
 
     def _hooks(self) -> None:
         """What the module and the data must have for the verb."""
-        module, data = self.classes.get("module"), self.classes.get("data")
+        module, data = self.targets.get("module"), self.targets.get("data")
         if module is not None:
-            home, path = self.tree.value["module"].value["class"], module.class_path
+            home, path = self._class_of("module")
             missing = [STEPS[self.verb]] if self.verb in STEPS else []
-            if self.verb == "fit" and not module.described.derives_from(TRAINING_MODULE):
+            if self.verb == "fit" and not module.derives_from(TRAINING_MODULE):
                 missing.append("configure_optimizers")
             for name in missing:
-                if name not in module.described.defines:
+                if name not in module.defines:
                     self.checker.fault(home, f"module.class: {path} has no {name}, which {self.verb} needs.")
-            for name in sorted(module.described.defines & GONE.keys()):
+            for name in sorted(module.defines & GONE.keys()):
                 text = f"module.class: {path} has {name}, which Lightning has no longer. Use {GONE[name]}."
                 self.checker.fault(home, text)
         if module is not None and data is not None:
             loader = f"{LOADERS[self.verb]}_dataloader"
-            if loader not in data.described.defines | module.described.defines:
-                home = self.tree.value["data"].value["class"]
-                text = f"data.class: {data.class_path} has no {loader}, which {self.verb} needs."
+            if loader not in data.defines | module.defines:
+                home, path = self._class_of("data")
+                text = f"data.class: {path} has no {loader}, which {self.verb} needs."
                 self.checker.fault(home, text)
 
     def _training(self, trainer: Any, parts: dict[str, Any]) -> None:
@@ -416,31 +393,19 @@ class _Building:
             self.checker.fault(
                 values.get("trainer") or self.tree, "trainer.max_steps is missing: set it, or trainer.max_epochs."
             )
-        self._warmup(trainer, parts["schedule"])
-        module = self.classes.get("module")
+        self.sums.warmup()
+        module = self.targets.get("module")
         if module is None:
             return
-        if not module.described.derives_from(TRAINING_MODULE):
+        _, path = self._class_of("module")
+        if not module.derives_from(TRAINING_MODULE):
             for name in ("optimizer", "schedule"):
                 if parts[name] not in (None, BAD):
-                    text = f"{name} is set, but {module.class_path} is no TrainingModule: it makes its own. Remove it."
+                    text = f"{name} is set, but {path} is no TrainingModule: it makes its own. Remove it."
                     self.checker.fault(values[name], text)
-        elif "configure_optimizers" not in module.described.defines and parts["optimizer"] is None:
-            text = f"optimizer is missing: {module.class_path} has no configure_optimizers of its own."
+        elif "configure_optimizers" not in module.defines and parts["optimizer"] is None:
+            text = f"optimizer is missing: {path} has no configure_optimizers of its own."
             self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
-
-    def _warmup(self, trainer: Any, schedule: Any) -> None:
-        """A schedule that falls needs room after its warmup, where the number of steps is known."""
-        if BAD in (trainer, schedule) or schedule is None or schedule.name == "constant":
-            return
-        home, steps = "schedule.total_steps", schedule.total_steps
-        if steps is None:
-            home, steps = "trainer.max_steps", trainer.max_steps
-        if steps is not None and schedule.warmup_steps >= steps:
-            text = f"schedule.warmup_steps {schedule.warmup_steps} does not fit into {home} {steps}."
-            self.checker.fault(
-                self.tree.find("schedule.warmup_steps") or self.tree, f"{text} Lower it, or train longer."
-            )
 
     def _starts(self, resume: Any, init_from: Any) -> None:
         if isinstance(resume, ResumeConfig) and resume.path != AUTO:

@@ -10,11 +10,14 @@ import os
 import pkgutil
 import sys
 import traceback
+import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from shardlight.framework.constraints import ATTRIBUTE, Exists
 
 MODULE = "lightning.pytorch.core.module.LightningModule"
 DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
@@ -49,6 +52,8 @@ class Described:
     Parameter.empty or UNREADABLE. A name that only **kwargs would take is not there: it could not be checked."""
     defines: frozenset[str] = frozenset()
     """Which of HOOKS the class or one that it derives from has, beside Lightning's and TrainingModule's own."""
+    constraints: tuple[str, ...] = ()
+    """What it says of its arguments, and so do all that it derives from; see [Note: constraints] in constraints.py."""
 
     def derives_from(self, base: str) -> bool:
         """Whether `base`, a name such as MODULE, is in the lineage."""
@@ -134,7 +139,14 @@ def describe(target: type) -> Described:
         lineage,
         {name: item.replace(annotation=hints.get(name, item.annotation)) for name, item in _parameters(target)},
         frozenset(hook for hook in HOOKS if any(hook in vars(cls) for cls in own)),
+        tuple(dict.fromkeys(text for cls in own for text in texts(vars(cls).get(ATTRIBUTE)))),
     )
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """The constraints in an attribute of that name; what holds anything but texts means something else."""
+    found = isinstance(value, tuple | list) and all(isinstance(item, str) for item in value)
+    return tuple(value) if found else ()
 
 
 def _is_hooks(name: str) -> bool:
@@ -166,11 +178,20 @@ def _hints(target: type) -> dict[str, Any]:
         init = cls.__dict__.get("__init__")
         if inspect.isfunction(init):
             try:
-                hints |= typing.get_type_hints(init)
+                own = typing.get_type_hints(init, include_extras=True)
+                hints |= {name: _plain(hint) for name, hint in own.items()}
             except (NameError, TypeError, AttributeError):
                 # An annotation that exists for type checkers only: its parameter takes any plain value.
                 hints |= {name: Any for name in inspect.signature(init).parameters}
     return hints
+
+
+def _plain(hint: Any) -> Any:
+    """An annotation without what `Annotated` adds to it, but for what a config is checked by."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return hint if any(isinstance(item, Exists) for item in arguments[1:]) else _plain(arguments[0])
+    return typing.Union[tuple(map(_plain, arguments))] if origin in (typing.Union, types.UnionType) else hint  # noqa: UP007
 
 
 def _cause(error: BaseException, root: Path) -> str:

@@ -169,7 +169,7 @@ def test_the_global_batch_needs_a_batch_size(project):
         f"{project.package}.Unsized has no such argument."
     ]
     assert faults_of(project(text), "data.batch_size=0") == [
-        "config.yaml:8: trainer.global_batch_size needs data.batch_size, a positive whole number, but it is 0."
+        "command line: data.batch_size is 0; it must be at least 1."
     ]
     assert len(faults_of(project(text.replace("PKG.Data", "PKG.Dat")))) == 1
 

@@ -8,6 +8,7 @@ import pytest
 from shardlight.framework.check import Checker
 from shardlight.framework.class_source import FromSource
 from shardlight.framework.classes import Classes, project_root
+from shardlight.framework.constraints import DirectoryPath, FilePath
 from shardlight.framework.described import (
     CALLBACK,
     DATA_MODULE,
@@ -266,6 +267,8 @@ from PKG import model as first
 from . import model
 from .model import *
 from .model import Base as Renamed
+from shardlight.framework import DirectoryPath, FilePath
+from shardlight.framework import constraints as rules
 T = TypeVar("T")
 Mode = Literal["fast", "slow"]
 WIDTH = 12
@@ -283,6 +286,13 @@ class Typed(pl.LightningModule):
     def __init__(self, dtype: torch.dtype = torch.float32, wait: timedelta = timedelta(), plain: int = 1): super().__init__()
     def configure_optimizers(self): return None
 class Diamond(Through, Renamed): pass
+class Stated(Renamed):
+    constraints = ("size >= 1", "depth >= 1")
+    def __init__(self, file: FilePath, folder: "rules.DirectoryPath | None" = None, size: int = 1, **rest): super().__init__(**rest)
+class StatedAgain(Stated):
+    constraints: list[str] = ["size < 9", "size >= 1"]
+class Unrelated(Renamed):
+    constraints = {"kind": 1}
 Other = Short
 if T:
     class Twice(pl.LightningModule): pass
@@ -295,6 +305,7 @@ class Data(pl.LightningDataModule):
     def __init__(self, batch_size: int = WIDTH): super().__init__()
 """
 CLEAR = ["Whole", "Through", "Again", "Aliased", "Short", "Typed", "Diamond", "Other", "Data", "Model"]
+CLEAR += ["Stated", "StatedAgain", "Unrelated"]
 
 
 def test_the_source_says_what_the_class_says(tmp_path, monkeypatch):
@@ -330,6 +341,7 @@ def test_the_source_says_what_the_class_says(tmp_path, monkeypatch):
             for base in (MODULE, CALLBACK, DATA_MODULE, TRAINING_MODULE):
                 assert by_source.derives_from(base) == by_import.derives_from(base), (name, base)
             assert by_source.defines == by_import.defines, name
+            assert by_source.constraints == by_import.constraints, name
             assert list(by_source.parameters) == list(by_import.parameters), name
             for key, parameter in by_source.parameters.items():
                 other = by_import.parameters[key]
@@ -345,6 +357,9 @@ def test_the_source_says_what_the_class_says(tmp_path, monkeypatch):
             str | None,
         ]
         assert whole["size"].default == 12 and whole["path"].default is UNREADABLE
+        stated = read.describe(f"{package}.awkward", "StatedAgain")
+        assert stated.constraints == ("size < 9", "size >= 1", "depth >= 1")
+        assert [stated.parameters[key].annotation for key in ("file", "folder")] == [FilePath, DirectoryPath | None]
         typed = read.describe(f"{package}.awkward", "Typed").parameters
         assert typed["dtype"].annotation is UNREADABLE and typed["plain"].annotation is int
     finally:
