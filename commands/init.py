@@ -1,7 +1,6 @@
 """`shardlight init`: a project of one's own from a template."""
 
 import shlex
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,7 @@ def init(
 ) -> None:
     """Make a project from a template."""
     from shardlight.framework.faults import suggest
+    from shardlight.framework.packages import installed
     from shardlight.templates.catalogue import find_templates
 
     templates = find_templates()
@@ -41,18 +41,8 @@ def init(
         generate(templates[template], folder, package)
     chosen = templates[template]
     typer.echo(f"{folder}: made from the template {chosen.name}; its package is {package}. Next:")
-    if missing_packages := [line for line in chosen.requires if not _is_there(line)]:
+    if missing_packages := [line for line in chosen.requires if not installed(line)]:
         typer.echo(f"  pip install {shlex.join(missing_packages)}")
     if folder.resolve() != Path.cwd():
         typer.echo(f"  cd {shlex.quote(str(folder))}")
     typer.echo("  shardlight fit config.yaml")
-
-
-def _is_there(requirement: str) -> bool:
-    from packaging.requirements import Requirement
-
-    wanted = Requirement(requirement)
-    try:
-        return wanted.specifier.contains(version(wanted.name), prereleases=True)
-    except PackageNotFoundError:
-        return False

@@ -17,12 +17,15 @@ from shardlight.framework.described import (
     HOOKS,
     TRAINING_MODULE,
     UNREADABLE,
+    BrokenModuleError,
     Described,
+    NoModuleError,
     NoNameError,
     UnclearError,
     texts,
 )
 from shardlight.framework.module_source import Found, Module, Sources, top_level
+from shardlight.framework.packages import Missing, missing_packages
 
 EMPTY = inspect.Parameter.empty
 _BARE = {"abc.ABC", "typing.Generic", "typing.Protocol", "torch.nn.Module", "torch.utils.data.Dataset", *BASES}
@@ -55,6 +58,7 @@ class FromSource:
 
     def __init__(self, root: Path) -> None:
         self.sources = Sources(root, BASES)
+        self._missing: dict[str, list[Missing]] = {}
 
     def describe(self, module_path: str, name: str) -> Described:
         """Reads the module and looks at what has the name.
@@ -62,12 +66,19 @@ class FromSource:
         Raises: NoModuleError, BrokenModuleError, NoNameError, UnclearError.
         """
         module = self.sources.module(module_path)
-        if not all(map(self.sources.is_there, module.needs)):
-            raise UnclearError  # importing says what is missing
         found = self.sources.resolve(module, name)
         if found is None:
             raise NoNameError(dict(self._classes(module)))
         return self._described(found)
+
+    def missing(self, module_path: str) -> list[Missing]:
+        """The packages that the module needs and does not find."""
+        if module_path not in self._missing:
+            try:
+                self._missing[module_path] = missing_packages(self.sources, module_path)
+            except (NoModuleError, BrokenModuleError, UnclearError):
+                self._missing[module_path] = []
+        return self._missing[module_path]
 
     def _described(self, found: Found) -> Described:
         if found.module.opaque:

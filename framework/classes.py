@@ -33,6 +33,7 @@ from shardlight.framework.described import (
     UnclearError,
 )
 from shardlight.framework.faults import suggest
+from shardlight.framework.packages import Missing, told
 from shardlight.framework.source import BROKEN, Node
 
 TRUSTED = ("shardlight", "lightning", "torchmetrics")
@@ -102,6 +103,7 @@ class Classes:
         self.checker = checker
         self.readers = readers or (FromSource(root), FromImport(root))
         self.targets: dict[str, Described] = {}
+        self._said: set[Missing] = set()
 
     def load(self, node: Node | None, base: str, path: str, home: Node) -> ClassConfig | None:
         """Checks a block {class: IMPORT.PATH, argument: value, ...}; None after a fault.
@@ -121,13 +123,28 @@ class Classes:
         if named is None:
             return None
         items = Node({key: item for key, item in node.value.items() if key != "class"}, node.origin)
+        missing = self._missing(named, path)
         for reader in self.readers:
             faults = len(self.checker.faults)
             try:
                 return self._known(named, items, base, path, reader)
             except UnclearError:
                 del self.checker.faults[faults:]
+            if missing:  # it cannot be imported to know more
+                return None
         raise AssertionError("the last reader is never unclear")
+
+    def _missing(self, named: Node, path: str) -> bool:
+        """Whether packages are missing that the class's module needs; says so."""
+        module_path = named.value.rpartition(".")[0]
+        if not self._allowed(module_path.partition(".")[0]):
+            return False
+        missing = [
+            item for reader in self.readers if isinstance(reader, FromSource) for item in reader.missing(module_path)
+        ]
+        if missing:
+            self._fault(named, f"{path}.class: {module_path} needs what is not installed: {told(missing)}")
+        return bool(missing)
 
     def _known(self, named: Node, items: Node, base: str, path: str, reader: Reader) -> ClassConfig | None:
         target = self._target(named, base, f"{path}.class", reader)

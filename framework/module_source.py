@@ -28,8 +28,6 @@ class Module:
     """What relative imports start from."""
     bound: dict[str, list[ast.stmt]] = field(default_factory=dict)
     stars: list[ast.ImportFrom] = field(default_factory=list)
-    needs: set[str] = field(default_factory=set)
-    """Top packages that it cannot be imported without: not those in a try or an if."""
     dynamic: bool = False
     """Whether it may have other names too."""
     opaque: bool = False
@@ -113,7 +111,6 @@ class Sources:
                 module.bound.setdefault(bound, []).append(statement)
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
                 module.stars.append(statement)
-        module.needs = {top for statement in tree.body for top in _tops(statement)}
         module.dynamic = any(isinstance(n, ast.Name) and n.id in _DYNAMIC for n in ast.walk(tree))
         module.dynamic |= not _DYNAMIC.isdisjoint(module.bound)
         return module
@@ -131,6 +128,28 @@ class Sources:
         if (self.root / f"{top}.py").is_file() or (self.root / top).is_dir():
             return True
         return find_spec(top) is not None
+
+    def reachable(self, name: str) -> Iterator[tuple[Module, ast.Module]]:
+        """A module and all of the project that it imports, wherever in its source, each once."""
+        waiting, seen = [name], set()
+        while waiting:
+            module = self.module(waiting.pop())
+            if module.name in seen or module.tree is None:
+                continue
+            seen.add(module.name)
+            yield module, module.tree
+            targets = [target for node in ast.walk(module.tree) for target in self.targets(module, node)]
+            waiting += filter(self.in_project, targets)
+
+    def targets(self, module: Module, node: ast.AST) -> list[str]:
+        """The modules that a statement imports; nothing where it is no import."""
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        home = self.absolute(module, node)
+        inner = [f"{home}.{alias.name}" for alias in node.names]
+        return [home, *filter(self.in_project, inner)]
 
     # --- names
 
@@ -233,14 +252,6 @@ def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             for handler in getattr(statement, "handlers", []):
                 yield from top_level(handler.body)
         yield statement
-
-
-def _tops(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, ast.Import):
-        return [alias.name.partition(".")[0] for alias in statement.names]
-    if isinstance(statement, ast.ImportFrom) and not statement.level:
-        return [str(statement.module).partition(".")[0]]
-    return []
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from shardlight.framework.described import UnclearError
-from shardlight.framework.module_source import Module, Sources, find_spec
+from shardlight.framework.module_source import Sources, find_spec
 
 _WITHOUT_MODULES = ("torch", "numpy", "lightning", "shardlight", "torchmetrics", "typing_extensions")
 """Packages that bring no blocks of models, beside those of torch.nn."""
@@ -19,32 +19,16 @@ def class_names(sources: Sources, name: str) -> set[str] | None:
     Returns: None: other packages are imported too, or classes are made while it runs: nothing can be said.
     """
     names = _torch_modules()
-    waiting, seen = [name], set()
-    while waiting:
-        module = sources.module(waiting.pop())
-        if module.name in seen or module.tree is None:
-            continue
-        seen.add(module.name)
-        for node in ast.walk(module.tree):
+    for module, tree in sources.reachable(name):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 names.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                for target in _targets(sources, module, node):
-                    if sources.in_project(target):
-                        waiting.append(target)
-                    elif not _brings_nothing(target):
-                        return None
-        if module.dynamic or any(map(_makes_a_class, ast.walk(module.tree))):
+            others = [target for target in sources.targets(module, node) if not sources.in_project(target)]
+            if not all(map(_brings_nothing, others)):
+                return None
+        if module.dynamic or any(map(_makes_a_class, ast.walk(tree))):
             return None
     return names
-
-
-def _targets(sources: Sources, module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    home = sources.absolute(module, node)
-    inner = [f"{home}.{alias.name}" for alias in node.names]
-    return [home, *filter(sources.in_project, inner)]
 
 
 def _brings_nothing(target: str) -> bool:

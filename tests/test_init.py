@@ -230,6 +230,28 @@ def test_a_projects_config_has_no_faults_and_a_comment_on_every_key(project):
     jsonschema.Draft202012Validator(config_schema()).validate(values)
 
 
+WRONG = {
+    "tabular": ("data.path=wine.csv", "data.path: there is no file wine.csv. Relative paths start at PROJECT."),
+    "classifier": (
+        "module.width=30",
+        "module.width is 30, but my_classifier.model.Classifier needs width % 8 == 0. Write width 24 or 32.",
+    ),
+    "finetune": ("data.model=llama", "data.model: there is no folder llama. Relative paths start at PROJECT."),
+    "language_model": (
+        "module.heads=5",
+        "module.heads is 5, but my_language_model.model.LanguageModel needs width % heads == 0, and width is 192. "
+        "Write heads 4 or 6, or width 190 or 200.",
+    ),
+}
+"""What a class of a template refuses, and what is said of it."""
+
+
+def test_a_value_that_its_classes_refuse_is_found_by_the_check(project, name):
+    override, said = WRONG[name]
+    code, output = call("check", project / "config.yaml", override)
+    assert (code, output) == (2, f"command line: {said}\n".replace("PROJECT", str(project)))
+
+
 def test_a_project_has_all_that_a_project_has_and_nothing_of_the_template(project, name):
     package = f"my_{name}"
     files = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}

@@ -68,6 +68,8 @@ class StandardLibraryText(LightningDataModule):
         max_validation_bytes: validation text is at most this long, the same share of every file.
     """
 
+    constraints = ("0 < validation_share < 1", "sequence_length >= 1")  # of the arguments, for the check
+
     def __init__(
         self,
         *,

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from shardlight.framework import DirectoryPath
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -59,15 +61,11 @@ class Digits(Dataset[tuple[Tensor, int]]):
     Args:
         size: height and width that images are scaled to.
         channels: 1 or 3, which are then equal.
-    Raises: MisconfigurationException: scikit-learn is not installed.
     """
 
     def __init__(self, size: int, channels: int) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError:
-            text = "The digits need scikit-learn: 'pip install scikit-learn', or set data.folder to images of your own."
-            raise MisconfigurationException(text) from None
+        from sklearn.datasets import load_digits  # here: only who has no images of their own needs it
+
         digits = load_digits()
         pixels = torch.from_numpy(digits.images).float().unsqueeze(1) / 8 - 1
         self.pixels = F.interpolate(pixels, (size, size), mode="bilinear").repeat(1, channels, 1, 1)
@@ -109,12 +107,14 @@ class Images(LightningDataModule):
         workers: processes per rank that load images.
     """
 
+    constraints = ("0 < validation_share < 1", "size >= 2", "workers >= 0")  # of the arguments, for the check
+
     def __init__(
         self,
         *,
-        folder: str | None = None,
+        folder: DirectoryPath | None = None,
         size: int = 8,
-        channels: int = 1,
+        channels: Literal[1, 3] = 1,
         batch_size: int = 32,
         validation_share: float = 0.2,
         workers: int = 0,

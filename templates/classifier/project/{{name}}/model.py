@@ -59,12 +59,12 @@ class Classifier(TrainingModule):
         depth: residual blocks.
     """
 
+    constraints = ("width % 8 == 0", "classes >= 2", "depth >= 0")  # of the arguments, for the check; 8 is GROUPS
+
     def __init__(self, channels: int = 1, classes: int = 10, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.classes = classes
-        if width % GROUPS:
-            raise MisconfigurationException(f"module.width is {width}; it must be a multiple of {GROUPS}.")
         self.model = ConvNet(channels, classes, width, depth)
 
     def setup(self, stage: str) -> None:

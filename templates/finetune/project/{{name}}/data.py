@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from shardlight.framework import DirectoryPath, FilePath
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -73,11 +74,13 @@ class Instructions(LightningDataModule):
         unigram_bpb: bits per byte of the best model without context, on the validation responses; into summary.json.
     """
 
+    constraints = ("0 < validation_share < 1", "max_tokens >= 2")  # of the arguments, for the check
+
     def __init__(
         self,
         *,
-        path: str,
-        model: str | None = None,
+        path: FilePath,
+        model: DirectoryPath | None = None,
         batch_size: int = 8,
         max_tokens: int = 512,
         validation_share: float = 0.1,

@@ -2,15 +2,15 @@
 
 import math
 
+import transformers
 from shardlight.framework import TrainingModule
 from torch import Tensor, nn
 
-from .tokenizer import END, PAD, VOCAB_SIZE, model_folder, need
+from .tokenizer import END, PAD, VOCAB_SIZE, model_folder
 
 
 def fresh_model(width: int, depth: int, heads: int) -> nn.Module:
     """A small Llama with random weights, for the byte tokenizer."""
-    transformers = need("transformers")
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=width,
@@ -38,6 +38,8 @@ class Chat(TrainingModule):
         heads: of a fresh model.
     """
 
+    constraints = ("width % heads == 0", "depth >= 1", "lora_rank >= 1")  # of the arguments, for the check
+
     def __init__(
         self,
         model: str | None = None,
@@ -52,12 +54,12 @@ class Chat(TrainingModule):
         if model is None:
             self.model = fresh_model(width, depth, heads)
         else:
-            transformers = need("transformers")
             transformers.utils.logging.disable_progress_bar()  # it would show one for each process
             kind = transformers.AutoModelForCausalLM
             self.model = kind.from_pretrained(model_folder(model), local_files_only=True, dtype="float32").train()
         if lora:
-            peft = need("peft")
+            import peft  # here: it takes seconds, and only who trains adapters needs it
+
             config = peft.LoraConfig(
                 task_type="CAUSAL_LM", r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear"
             )

@@ -1,10 +1,10 @@
-"""The tokenizer of a model's folder, or bytes; and packages that are imported when they are needed."""
+"""The tokenizer of a model's folder, or bytes."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import tokenizers
+import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -14,20 +14,7 @@ VOCAB_SIZE = 258
 """Of the byte tokenizer."""
 
 
-def need(package: str) -> ModuleType:
-    """Imports a package that shardlight itself does not need.
-
-    Raises: MisconfigurationException: it is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        missing = error.name or package
-        text = f"This project needs {missing}, which is not installed: pip install 'transformers>=5' 'peft>=0.18'"
-        raise MisconfigurationException(text) from None
-
-
-def model_folder(model: str) -> Path:
+def model_folder(model: str | Path) -> Path:
     """The folder that a config means, seen from the project's.
 
     Raises: MisconfigurationException: there is none, or it holds no model.
@@ -42,18 +29,16 @@ def model_folder(model: str) -> Path:
 
 def byte_tokenizer() -> Any:
     """Text as UTF-8 bytes: a tokenizer of transformers with 256 tokens and two that are none; nothing is unknown."""
-    tokenizers = need("tokenizers")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
     vocabulary = {"<pad>": PAD, "<end>": END} | {letter: number for number, letter in enumerate(letters, 2)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(["<pad>", "<end>"])
-    kind = need("transformers").PreTrainedTokenizerFast
-    return kind(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
 
 
-def load_tokenizer(model: str | None) -> Any:
+def load_tokenizer(model: str | Path | None) -> Any:
     """The tokenizer of a model's folder; None: bytes.
 
     Raises: MisconfigurationException: there is none, or it has no token that ends a text.
@@ -62,7 +47,7 @@ def load_tokenizer(model: str | None) -> Any:
         return byte_tokenizer()
     folder = model_folder(model)
     try:
-        tokenizer = need("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         text = f"data.model: the tokenizer in {folder} cannot be opened: {error}"
         raise MisconfigurationException(text) from None

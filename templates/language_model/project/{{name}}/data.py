@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from shardlight.framework import DirectoryPath
 from shardlight.framework.data import ByteTokenizer, TokenDataset, cache_folder, write_tokens
 from torch.utils.data import DataLoader
 
@@ -97,10 +98,12 @@ class TextFiles(LightningDataModule):
         unigram_bpb: bits per byte of the best model without context, on the validation text; goes into summary.json.
     """
 
+    constraints = ("0 < validation_share < 1", "sequence_length >= 1")  # of the arguments, for the check
+
     def __init__(
         self,
         *,
-        folder: str | None = None,
+        folder: DirectoryPath | None = None,
         pattern: str = "*.py",
         sequence_length: int = 128,
         batch_size: int = 8,

@@ -88,6 +88,8 @@ class GPT(nn.Module):
 class LanguageModel(TrainingModule):
     """Trains a GPT to predict the next byte."""
 
+    constraints = ("width % heads == 0", "width // heads % 2 == 0", "depth >= 1")  # of the arguments, for the check
+
     def __init__(self, vocab_size: int = 256, width: int = 256, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.save_hyperparameters()

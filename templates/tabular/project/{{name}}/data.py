@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from shardlight.framework import FilePath
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,7 +55,9 @@ class Table(LightningDataModule):
         validation_share: share of the rows that is kept for validation.
     """
 
-    def __init__(self, *, path: str, target: str, batch_size: int = 16, validation_share: float = 0.25) -> None:
+    constraints = ("0 < validation_share < 1",)  # of the arguments, for the check
+
+    def __init__(self, *, path: FilePath, target: str, batch_size: int = 16, validation_share: float = 0.25) -> None:
         super().__init__()
         self.path = PROJECT / path
         self.target = target

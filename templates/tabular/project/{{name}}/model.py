@@ -38,6 +38,8 @@ class Classifier(TrainingModule):
         depth: hidden layers behind the first.
     """
 
+    constraints = ("features >= 1", "classes >= 2", "width >= 1", "depth >= 0")  # of the arguments, for the check
+
     def __init__(self, features: int, classes: int, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
