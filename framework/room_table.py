@@ -2,8 +2,9 @@
 
 from rich.console import Console
 from rich.table import Table
+from shardlight.strategies.byte_words import in_words
 from shardlight.strategies.engine.estimate import Where
-from shardlight.strategies.room import Room, in_words
+from shardlight.strategies.room import Room
 
 NAMES: dict[Where, str] = {"device": "GPU", "host": "memory", "disk": "disk"}
 NOTE = "Not counted: activations, and what the module and its libraries keep themselves."

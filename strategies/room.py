@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shardlight.ops.memory import available_bytes
+from shardlight.strategies.byte_words import in_words
 from shardlight.strategies.engine.deferred.tensors import is_deferred
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.estimate import KINDS, Estimate, Setting, UnitShape, Where, estimate
@@ -204,16 +205,6 @@ def _lack(room: Room, where: Where) -> int:
 
 def _disk(setting: Setting) -> str:
     return "swap files" if setting.offload is None else f"swap files in {setting.offload.disk}"
-
-
-def in_words(nbytes: int) -> str:
-    """Returns bytes for people. Example: in_words(3 << 29) == "1.5 GiB"."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
 
 
 def _smallest_change(room: Room, where: Where) -> str:

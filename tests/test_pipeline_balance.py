@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardlight.strategies.engine.pipeline.balance import balance, check_balance
+from shardlight.strategies.engine.pipeline.choose import choose
 from shardlight.strategies.engine.pipeline.costs import ModelCosts, PartCosts
 from shardlight.strategies.engine.pipeline.schedules import build
 from shardlight.strategies.errors import ScheduleError
@@ -181,3 +182,75 @@ def test_stages_cost_what_their_parts_cost():
     assert costs.backward == (10.25, 5 + 6) and costs.communication == 0.125
     assert costs.activation_bytes == (17, 24) and costs.held_bytes == (1 + 4, 2 + 16)
     assert block.time == 6 and model.after.time == 10
+
+
+def model(blocks, held_bytes=None, **more):
+    """A MiB of activations per block."""
+    part = PartCosts(
+        forward=1, backward_input=1, backward_weight=1, activation_bytes=1 << 20, held_bytes=held_bytes, **more
+    )
+    return ModelCosts(blocks=(part,) * blocks)
+
+
+def test_auto_takes_the_fastest_that_fits():
+    """4 ranks, 2 blocks each: 1F1B holds 4 micro-batches on rank 0, 8 MiB; interleaving holds more, ZBV as much."""
+    free = choose(4, 8, model(8))
+    assert (free.taken.name, free.taken.chunks, free.taken.balance, free.fits) == ("zbv", 2, (1,) * 8, True)
+    assert free.taken.simulation.makespan == 6 * 8 + 3 and free.taken.peak_bytes == 8 << 20
+    assert free.reason == (
+        "zbv with 2 stages per rank: 5.9% of the time is bubble, 8 MiB of activations at most; 1f1b would take 1.29 x as long."
+    )
+    assert [c.name for c in free.candidates] == ["zbv", "zb_h1", "interleaved_1f1b", "1f1b", "gpipe"]
+    few = choose(4, 8, model(7))
+    assert (few.taken.name, few.taken.balance) == ("zb_h1", (2, 2, 2, 1)), (
+        "7 blocks are too few for two stages per rank"
+    )
+    assert {c.chunks for c in few.candidates} == {1}
+
+
+def test_auto_stays_within_the_memory_that_there_is():
+    """A split backward costs more than the bubble here, and there are too few blocks to interleave."""
+    costs = ModelCosts(
+        blocks=(
+            PartCosts(
+                forward=1, backward_input=2, backward_weight=2, backward=2, activation_bytes=1 << 20, held_bytes=0
+            ),
+        )
+        * 4,
+    )
+    assert choose(4, 4, costs).taken.name == "1f1b", "it is as fast as gpipe, and later ranks hold less"
+    tight = choose(2, 6, model(4), memory_limit=4.5 * (1 << 20))
+    assert (tight.taken.name, tight.fits) == ("zbv", True)
+    none = choose(2, 6, model(4), memory_limit=1 << 20)
+    assert not none.fits and none.taken.peak_bytes == min(c.peak_bytes for c in none.candidates) == 4 << 20
+    assert none.reason == (
+        "1f1b: no schedule fits, and this one holds least: 4 MiB of activations on rank 0, where there is room for 1 MiB."
+    )
+
+
+def test_auto_says_what_would_be_faster_with_more_memory():
+    """A backward that cannot be split without cost: interleaving is faster, but holds more."""
+    costs = model(8, backward=1.0)
+    wide = choose(4, 8, costs)
+    assert wide.taken.name == "interleaved_1f1b"
+    narrow = choose(4, 8, costs, memory_limit=8 << 20)
+    assert narrow.taken.name == "1f1b" and narrow.reason == (
+        "1f1b: 27.3% of the time is bubble, 8 MiB of activations at most; interleaved_1f1b with 2 stages per rank would "
+        "be faster, but holds 11 MiB of activations, and there is room for 8 MiB."
+    )
+
+
+def test_auto_keeps_to_a_given_balance_and_number_of_chunks():
+    given = choose(2, 4, model(9), counts=[3, 2, 2, 2])
+    assert {c.chunks for c in given.candidates} == {2} and given.taken.balance == (3, 2, 2, 2)
+    assert {c.name for c in choose(2, 4, model(9), chunks=3).candidates} == {"interleaved_1f1b"}
+    for asked, said in (
+        ({"counts": [3, 2]}, "3 + 2 = 5 blocks, but the model has 9"),
+        ({"counts": [3, 3, 3]}, "3 numbers, but there are 2 stages"),
+        ({"chunks": 5}, "2 stages x 5 chunks = 10 parts of the model, but it has 9 blocks"),
+    ):
+        with pytest.raises(ScheduleError) as raised:
+            choose(2, 4, model(9), **asked)
+        assert said in str(raised.value)
+    with pytest.raises(ScheduleError, match="1 block cannot be 2 stages"):
+        choose(2, 4, model(1))

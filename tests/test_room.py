@@ -9,13 +9,14 @@ from rich.console import Console
 from shardlight.framework.room_table import show_room
 from shardlight.ops import host_collectives, memory, sums
 from shardlight.ops.disk import BLOCK_BYTES
+from shardlight.strategies.byte_words import in_words
 from shardlight.strategies.engine import backing
 from shardlight.strategies.engine import estimate as arithmetic
 from shardlight.strategies.engine.estimate import BufferShape, ParameterShape, Setting, UnitShape, estimate
 from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.plan import PLANS
 from shardlight.strategies.errors import NoRoomError
-from shardlight.strategies.room import Room, There, in_words, refuse_without_room
+from shardlight.strategies.room import Room, There, refuse_without_room
 from test_cli import project  # noqa: F401
 
 GIB = 1 << 30
