@@ -21,6 +21,10 @@ class GradientError(StrategyError):
     """A gradient is missing, late, or was set behind the engine's back."""
 
 
+class PipelineError(StrategyError):
+    """A model cannot be cut into stages as asked, or a stage would need values that only another stage has."""
+
+
 class CollectiveError(ShardlightError):
     """A peer died, did not arrive in time, or is at another operation: usually the consequence of its own error."""
 

@@ -113,14 +113,21 @@ def _named_blocks(model: nn.Module, class_names: Sequence[str]) -> list[tuple[st
     return _outermost(found)
 
 
-def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found = []
+def block_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Returns every outermost list of like modules, by its name: those of its children that have parameters."""
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children() if _has_params(m)]
             if len(children) > 1 and len({type(m) for _, m in children}) == 1:
-                found += children
-    return _outermost(found)
+                found[name] = children
+    outermost = {id(m) for _, m in _outermost([child for children in found.values() for child in children])}
+    lists = {name: [(n, m) for n, m in children if id(m) in outermost] for name, children in found.items()}
+    return {name: children for name, children in lists.items() if children}
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [block for blocks in block_lists(model).values() for block in blocks]
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
