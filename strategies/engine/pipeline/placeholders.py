@@ -43,6 +43,7 @@ class Foreign:
         self.source = source
         self._call = call
         self._inside = list(block.modules())
+        self._hooks = [hooks for m in self._inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._known: dict[Hashable, Build | None] = {}
 
     def output(self, args: tuple, kwargs: dict, run: Any) -> Any:
@@ -66,12 +67,7 @@ class Foreign:
         return output
 
     def _is_hooked(self) -> bool:
-        return any(
-            not _is_ours(hook)
-            for m in self._inside
-            if m._forward_hooks or m._forward_pre_hooks
-            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-        )
+        return any(self._hooks) and not all(_is_ours(hook) for hooks in self._hooks for hook in hooks.values())
 
     def _learn(self, args: tuple, kwargs: dict, leaves: list[Any]) -> Any:
         hidden = next((x for x in leaves if isinstance(x, Tensor)), None)
@@ -154,20 +150,24 @@ def _of(kind: type, items: list[Any]) -> Any:
 
 def _signature(tree: Any, leaves: list[Any]) -> Hashable:
     """Returns what an output's structure can depend on; appends the leaves, in order."""
+    if type(tree) is Tainted:
+        leaves.append(tree)
+        return (tree.meta.shape, tree.meta.dtype, tree.place)
     if isinstance(tree, Tensor):
         leaves.append(tree)
         with torch._C.DisableTorchFunctionSubclass():
             return (tree.shape, tree.dtype, tree.device)
     if isinstance(tree, list | tuple):
-        return (type(tree), *[_signature(x, leaves) for x in tree])
+        return (type(tree), *[_signature(x, leaves) for x in tree]) if tree else None
     if type(tree) is dict:
-        return (dict, *[(k, _signature(v, leaves)) for k, v in tree.items()])
+        return (dict, *[(k, _signature(v, leaves)) for k, v in tree.items()]) if tree else None
     leaves.append(tree)
     return (type(tree), tree) if isinstance(tree, _PLAIN) else type(tree)
 
 
 def _autocast(leaves: list[Any]) -> Hashable:
-    kind = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+    like = next((x for x in leaves if isinstance(x, Tensor)), None)
+    kind = "cpu" if like is None else like.place.type if type(like) is Tainted else like.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from shardlight.strategies.errors import PipelineError
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 aten = torch.ops.aten
@@ -41,8 +42,8 @@ class Source:
         if self.module is not None:
             return f"Keep it on all stages: strategy.everywhere: [{self.module}]."
         return (
-            "From stage to stage only the hidden state is handed on: use what a block returns in the blocks behind it "
-            "alone, or fewer stages."
+            "From stage to stage a pipeline hands on the hidden state alone: what else a block computes (a router's "
+            "logits, a skip connection) can be used on its own stage only. Use it there, or train without a pipeline."
         )
 
 
@@ -50,6 +51,8 @@ class Tainted(Tensor):
     """A tensor with shape, dtype, device and source, but without values or memory; see [Note: taint]."""
 
     meta: Tensor
+    place: torch.device
+    """The device, without asking the tensor."""
     source: Source
     value: Tensor | None
     """See [Note: resolved]."""
@@ -67,7 +70,7 @@ class Tainted(Tensor):
             dtype=meta.dtype,
             device=device,
         )
-        tensor.meta, tensor.source, tensor.value, tensor.run = meta, source, None, run
+        tensor.meta, tensor.place, tensor.source, tensor.value, tensor.run = meta, device, source, None, run
         return tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,8 +90,11 @@ class Tainted(Tensor):
         if not found:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _OF_VALUES:
+            if name in _OF_VALUES and not (name in _READ and _learning):
                 raise unreadable(found[0].source, name)
+            if name in _READ:
+                with _disable_current_modes():
+                    return func(*_zeros(args), **_zeros(kwargs))
             if name in _SPECIAL:
                 return _SPECIAL[name](func, args, kwargs)
             if name in ("__get__", "__set__"):
@@ -139,14 +145,8 @@ def unreadable(source: Source, name: str) -> PipelineError:
     return PipelineError(f"'{name.strip('_')}' asks for the values of what was computed from {source}. {source.mend}")
 
 
-@dataclass
-class _Learning:
-    """A run of a foreign block for what its output looks like, see `learning`."""
-
-    source: Source
-
-
-_learning: _Learning | None = None
+_learning: Source | None = None
+"""The source of everything that is made, see `learning`."""
 _run: Any = None
 """The run of a stage that is going on."""
 
@@ -169,11 +169,36 @@ def learning(source: Source) -> Iterator[None]:
     Whatever it makes is from `source`, and no random numbers are drawn.
     """
     global _learning
-    before, _learning = _learning, _Learning(source)
+    before, _learning = _learning, source
     try:
-        yield
+        with _Fresh(source):
+            yield
     finally:
         _learning = before
+
+
+class _Fresh(TorchDispatchMode):
+    """What is made to be written into (`torch.zeros`) is tainted from the start: it could not become so later."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs an operation."""
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _FRESH and type(out) is not Tainted:
+            with torch._C.DisableTorchFunctionSubclass():
+                return Tainted(torch.empty_like(out, device="meta"), out.device, self.source, _run)
+        return out
+
+
+_FRESH = frozenset(
+    [
+        *[aten.empty, aten.zeros, aten.ones, aten.full, aten.empty_like, aten.zeros_like, aten.ones_like],
+        *[aten.full_like, aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty_strided],
+    ]
+)
 
 
 def _find(*trees: Any) -> list[Tainted]:
@@ -217,6 +242,7 @@ _OF_VALUES = frozenset(
         "share_memory_",
     ]
 )
+_READ = frozenset(["tolist", "numpy", "__array__"])
 _FACTORIES = frozenset(
     [
         *["empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"],
@@ -267,7 +293,6 @@ def _overwritten(source: Tainted, target: Tensor) -> PipelineError:
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     found = _find(args, kwargs)
-    by_meta = {id(t.meta): t for t in found}
     first = next((t for t in found if t.dim()), found[0])
     for tensor in found:
         if tensor.value is not None:
@@ -284,7 +309,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         elif _learning is None:
             raise unreadable(first.source, _NAMES.get(func, func._schema.name.removeprefix("aten::")))
         else:
-            return _wrap(func(*_zeros(args), **_zeros(kwargs)), first, first.device, {})
+            return _wrap(func(*_zeros(args), **_zeros(kwargs)), [], first, first.place)
     if torch.Tag.nondeterministic_seeded in func.tags and _learning is None:
         # Random numbers are drawn as elsewhere, for the generator's sake: every stage draws the same ones behind it.
         func(*_zeros(args), **_zeros(kwargs))
@@ -292,14 +317,66 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": "meta"}
         kwargs.pop("pin_memory", None)
+    return _wrap(_shapes(func, args, kwargs, found), found, first, device)
+
+
+_known: dict[Any, Any] = {}
+"""What operations return, by what they are given: running them on meta tensors takes ten times as long."""
+
+
+def _shapes(func: Any, args: tuple, kwargs: dict, found: list[Tainted]) -> Any:
+    """Returns what an operation returns: meta tensors, and for an argument itself its place in `found`."""
+    try:
+        key = (func, _key(args), _key(kwargs))
+        known = _known.get(key, _known)
+    except TypeError:  # an argument that cannot be hashed
+        key, known = None, _known
+    if known is not _known:
+        return known
     try:
         out = func(*_metas(args), **_metas(kwargs))
     except NotImplementedError as error:
+        source = found[0].source
         raise PipelineError(
-            f"{func} cannot run without values, and it is given what was computed from {first.source}. "
-            f"{first.source.mend}"
+            f"{func} cannot run without values, and it is given what was computed from {source}. {source.mend}"
         ) from error
-    return _wrap(out, first, device, by_meta)
+    positions = {id(t.meta): i for i, t in enumerate(found)}
+    out = _indexed(out, positions)
+    if key is not None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = out
+    return out
+
+
+_MOST = 4096
+
+
+@dataclass(frozen=True)
+class _Argument:
+    position: int
+
+
+def _indexed(out: Any, positions: dict[int, int]) -> Any:
+    if isinstance(out, Tensor):
+        return _Argument(positions[id(out)]) if id(out) in positions else out
+    if isinstance(out, list | tuple):
+        return type(out)([_indexed(x, positions) for x in out])
+    return out
+
+
+def _key(tree: Any) -> Any:
+    kind = type(tree)
+    if kind is Tainted:
+        meta = tree.meta
+        return (Tainted, meta.shape, meta.stride(), meta.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *[_key(x) for x in tree])
+    if kind is dict:
+        return tuple([(k, _key(v)) for k, v in tree.items()]) if tree else None
+    if isinstance(tree, Tensor):
+        return (tree.shape, tree.stride(), tree.dtype) if tree.layout == torch.strided else (id(tree), tree)
+    return (kind, tree)
 
 
 def _refuse_writes(func: Any, args: tuple, kwargs: dict, first: Tainted) -> None:
@@ -323,17 +400,17 @@ def _positions(index: Tensor | None, first: Tainted) -> tuple[Tensor | None, ...
     if _learning is None:
         raise unreadable(index.source, "a mask as index")
     empty = torch.empty(0, dtype=torch.int64, device="meta")
-    return tuple(Tainted(empty, index.device, _learning.source) for _ in range(index.dim()))
+    return tuple(Tainted(empty, index.device, _learning) for _ in range(index.dim()))
 
 
 def _device(func: Any, args: tuple, kwargs: dict, first: Tainted) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     if first.dim():
-        return first.device
+        return first.place
     # A number of another device goes with the others.
     others = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim())
-    return next((t.device for t in others), first.device)
+    return next((t.device for t in others), first.place)
 
 
 def _metas(tree: Any) -> Any:
@@ -357,13 +434,13 @@ def _zeros(tree: Any) -> Any:
     return {k: _zeros(v) for k, v in tree.items()} if type(tree) is dict else tree
 
 
-def _wrap(out: Any, first: Tainted, device: torch.device, by_meta: dict[int, Tainted]) -> Any:
+def _wrap(out: Any, found: list[Tainted], first: Tainted, device: torch.device) -> Any:
+    """Returns `out` (see `_shapes`) as tainted tensors."""
     if isinstance(out, Tensor):
-        known = by_meta.get(id(out))
-        if known is not None:
-            return known
         meta = out if out.is_meta else torch.empty_like(out, device="meta")
-        return Tainted(meta, device, first.source if _learning is None else _learning.source, _run or first.run)
+        return Tainted(meta, device, _learning or first.source, _run or first.run)
+    if type(out) is _Argument:
+        return found[out.position]
     if isinstance(out, list | tuple):
-        return type(out)([_wrap(x, first, device, by_meta) for x in out])
+        return type(out)([_wrap(x, found, first, device) for x in out])
     return out
