@@ -21,6 +21,7 @@ from shardlight.commands.checkpoint import checkpoint, export
 from shardlight.commands.init import init
 from shardlight.commands.migrate import migrate
 from shardlight.commands.output import MISTAKES, Debug, fail, make_folder_of, short_errors, wide_console
+from shardlight.commands.schedule import schedule
 
 if TYPE_CHECKING:
     from shardlight.framework.config import Loaded
@@ -135,6 +136,7 @@ app.command()(check)
 app.command()(schema)
 app.command()(export)
 app.command()(migrate)
+app.command()(schedule)
 
 
 @ops.callback(invoke_without_command=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shardlight.commands.output import Debug, fail, short_errors
+from shardlight.commands.output import Debug, count, fail, short_errors
 
 if TYPE_CHECKING:
     from shardlight.framework.schema import Config
@@ -56,17 +56,13 @@ def outline(config: "Config") -> str:
     """The run in one line: strategy, ranks, samples per step, length."""
     trainer = config.trainer
     ranks, accumulate = trainer.world_size, trainer.accumulate_grad_batches or 1
-    parts = [f"{config.strategy.name} on {_count(ranks, 'rank')}"]
+    parts = [f"{config.strategy.name} on {count(ranks, 'rank')}"]
     batch = config.data.argument("batch_size")
     if isinstance(batch, int):
-        terms = f"batch_size {batch} x {_count(accumulate, 'micro-batch', 'es')} x {_count(ranks, 'rank')}"
+        terms = f"batch_size {batch} x {count(accumulate, 'micro-batch', 'es')} x {count(ranks, 'rank')}"
         parts.append(f"{batch * accumulate * ranks} samples per step ({terms})")
     if isinstance(trainer.limit_train_batches, int):
-        parts.append(f"{_count(-(-trainer.limit_train_batches // accumulate), 'step')} per epoch at most")
-    lengths = [_count(n, word) for n, word in ((trainer.max_steps, "step"), (trainer.max_epochs, "epoch")) if n]
+        parts.append(f"{count(-(-trainer.limit_train_batches // accumulate), 'step')} per epoch at most")
+    lengths = [count(n, word) for n, word in ((trainer.max_steps, "step"), (trainer.max_epochs, "epoch")) if n]
     parts.append(" or ".join(lengths) + (", whichever ends first" if len(lengths) > 1 else ""))
     return ", ".join(parts)
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else plural}"

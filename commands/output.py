@@ -49,14 +49,14 @@ def short_errors(debug: bool, code: int = 1) -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", USER_FAULT if isinstance(error, LaunchError) else code)
 
 
-def make_folder_of(out: Path | None) -> None:
-    """Makes the folder of the file that `--json` names."""
+def make_folder_of(out: Path | None, option: str = "--json") -> None:
+    """Makes the folder of the file that an option names."""
     if out is None:
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--json {out}: cannot make its folder ({error.strerror}).")
+        fail(f"{option} {out}: cannot make its folder ({error.strerror}).")
 
 
 def wide_console() -> "Console":
@@ -65,3 +65,8 @@ def wide_console() -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=200)
+
+
+def count(number: int, word: str, plural: str = "s") -> str:
+    """Returns a number of things. Example: count(2, "micro-batch", "es") == "2 micro-batches"."""
+    return f"{number} {word}{'' if number == 1 else plural}"

@@ -111,7 +111,7 @@ def test_help_is_quick_and_imports_no_torch():
         assert code == 0 and out.splitlines()[-1] == "[]"
     # 0.3 s on an idle machine; tests share it with others.
     assert min(times) < 1.5
-    for verb in ("fit", "validate", "test", "predict", "export", "ops"):
+    for verb in ("fit", "validate", "test", "predict", "export", "schedule", "ops"):
         assert f"  {verb} " in out
         assert here(verb, "--help")[0] == 0
 
