@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from shardlight import cli
@@ -133,3 +134,9 @@ def test_it_answers_without_torch():
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
     )
     assert run.stdout.splitlines()[-1] == "[]", run.stdout
+
+
+def test_a_config_without_a_pipeline_has_no_schedule():
+    path = Path(__file__).resolve().parents[1] / "examples" / "language_model" / "config.yaml"
+    said = f"{path}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline.\n"
+    assert command(path, "strategy=zero2") == (2, "", said)
