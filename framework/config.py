@@ -26,6 +26,7 @@ from shardlight.framework.described import (
     UnclearError,
 )
 from shardlight.framework.faults import DEFAULT, ConfigError, Fault, nearest, suggest
+from shardlight.framework.logged_names import is_logged, logged_names, watched
 from shardlight.framework.misplaced import STRATEGY_SYNONYMS, misplaced
 from shardlight.framework.resolve import interpolate, load_tree, named_strategy
 from shardlight.framework.schema import (
@@ -206,6 +207,7 @@ class _Building:
             if parts[name] is not None:
                 self.classes[name] = parts[name]
         parts["callbacks"] = MappingProxyType(dict(self._callbacks(classes)))
+        self.targets |= classes.targets
         trainer = self._section("trainer")
         for name in ("run", "optimizer", "schedule", "checkpoint", "init_from", "resume"):
             parts[name] = self._section(name)
@@ -394,6 +396,7 @@ class _Building:
                 values.get("trainer") or self.tree, "trainer.max_steps is missing: set it, or trainer.max_epochs."
             )
         self.sums.warmup()
+        self._monitors()
         module = self.targets.get("module")
         if module is None:
             return
@@ -406,6 +409,19 @@ class _Building:
         elif "configure_optimizers" not in module.defines and parts["optimizer"] is None:
             text = f"optimizer is missing: {path} has no configure_optimizers of its own."
             self.checker.fault(values.get("optimizer") or self.tree, f"{text} Write {{name: adamw, lr: 3e-4}}.")
+
+    def _monitors(self) -> None:
+        """Names that something watches and that nothing logs, where the source shows all that is logged."""
+        module, reader = self.targets.get("module"), self.readers[0]
+        if module is None or not isinstance(reader, FromSource):
+            return
+        asked = [(path, node) for path, node in watched(self.tree) if isinstance(node.value, str)]
+        others = [target for path, target in self.targets.items() if path != "module"]
+        names = logged_names(reader.sources, module, others) if asked else None
+        for path, node in asked if names is not None else ():
+            if not is_logged(node.value, names):
+                text = f"{path}: {self._class_of('module')[1]} logs no {node.value!r}."
+                self.checker.fault(node, text + suggest(node.value, names, what="It logs"))
 
     def _starts(self, resume: Any, init_from: Any) -> None:
         if isinstance(resume, ResumeConfig) and resume.path != AUTO:

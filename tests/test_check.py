@@ -140,6 +140,40 @@ def test_units_are_known_where_all_parts_of_a_model_are(tmp_path, monkeypatch):
         assert class_names(Sources(tmp_path), "shardlight_test_parts.model") is None, text
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.log(f'{x}/loss', 1)",
+        "self.log_dict(x)",
+        "self.log_dict({x: 1})",
+        "log_all(self)",
+        "self.log",  # nothing is logged at all
+        "globals()['f'](x)",
+    ],
+)
+def test_what_may_be_logged_is_no_fault(tmp_path, monkeypatch, body):
+    monkeypatch.chdir(tmp_path)
+    source = f"""
+from shardlight.framework import TrainingModule
+from lightning.pytorch import LightningDataModule
+class Model(TrainingModule):
+    def training_step(self, x, i): {body}
+class Data(LightningDataModule):
+    def train_dataloader(self): return []
+"""
+    Path("shardlight_test_logs.py").write_text(source)
+    Path("config.yaml").write_text(
+        "module: {class: shardlight_test_logs.Model}\ndata: {class: shardlight_test_logs.Data}\n"
+        "optimizer: {name: adam, lr: 1}\ntrainer: {max_steps: 1}\ncheckpoint: {monitor: loss}\n"
+    )
+    assert load("config.yaml", imports=False)
+    if body == "self.log":
+        with pytest.raises(ConfigError, match=r"logs no 'los'\. Did you mean 'loss'\?"):
+            load("config.yaml", ["checkpoint.monitor=los"], imports=False)
+    else:
+        assert load("config.yaml", ["checkpoint.monitor=los"], imports=False)
+
+
 def test_a_backend_of_torch_compile_that_is_not_there_is_found_before_launch(bad_configs, monkeypatch):
     monkeypatch.chdir(bad_configs)
     monkeypatch.syspath_prepend(bad_configs)
