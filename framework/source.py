@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from shardlight.framework.faults import COMMAND_LINE, PYTHON, ConfigError, Fault, Origin
+from shardlight.framework.yaml_faults import explain
 from yaml.composer import Composer
 from yaml.parser import Parser
 from yaml.reader import Reader, ReaderError
@@ -30,7 +31,7 @@ _INT = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-
+_JOINED = re.compile(r"([A-Za-z_][\w.-]*):([^\s:/\\].*)")
 
 BROKEN = object()
 """Stands in a tree for a value whose fault is already reported, so that it is not reported again."""
@@ -99,14 +100,15 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         Parser.__init__(self)
         Composer.__init__(self)
         BaseResolver.__init__(self)
-        self.tags: list[tuple[int, str]] = []
+        self.tags: dict[int, tuple[int, str]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         tag = getattr(event, "tag", None)
+        node = super().compose_node(parent, index)
         if tag is not None and tag != "!":
-            self.tags.append((event.start_mark.line, tag.replace("tag:yaml.org,2002:", "!!")))
-        return super().compose_node(parent, index)
+            self.tags[id(node)] = (event.start_mark.line, tag.replace("tag:yaml.org,2002:", "!!"))
+        return node
 
 
 class _Reading:
@@ -118,6 +120,7 @@ class _Reading:
         self.faults: list[Fault] = []
         self.count = 0
         self.open: set[int] = set()
+        self.tagged: frozenset[int] = frozenset()
 
     def origin(self, line: int) -> Origin:
         return Origin(self.place, line + 1 if self.lines else None)
@@ -130,13 +133,14 @@ class _Reading:
             loader = _Loader(text)
             root = loader.get_single_node()
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            self.fault(mark.line if mark else 0, f"not valid YAML: {error.problem or error.context}.{_mend(error)}")
+            line, said = explain(text, error)
+            self.fault(line, f"not valid YAML: {said}")
             return Node(BROKEN, self.origin(0))
         except ReaderError as error:
             self.fault(0, f"not valid YAML: character #x{error.character:04x} is not allowed.")
             return Node(BROKEN, self.origin(0))
-        for line, tag in loader.tags:
+        self.tagged = frozenset(loader.tags)
+        for line, tag in loader.tags.values():
             self.fault(line, f"the tag {tag} is not allowed: a config holds plain values only. Remove it.")
         return Node(None, self.origin(0)) if root is None else self.node(root, root.start_mark.line, "")
 
@@ -145,6 +149,8 @@ class _Reading:
         if self.count > MAX_NODES or id(node) in self.open:
             what = "an alias that contains itself" if id(node) in self.open else f"more than {MAX_NODES} values"
             raise ConfigError([*self.faults, Fault(self.origin(line), f"{what}: not a config.")])
+        if id(node) in self.tagged:  # its fault is reported
+            return Node(BROKEN, self.origin(line))
         if isinstance(node, yaml.ScalarNode):
             return Node(self.scalar(node, path), self.origin(line))
         self.open.add(id(node))
@@ -159,12 +165,16 @@ class _Reading:
 
     def mapping(self, node: Any, path: str) -> dict[str, Node]:
         value: dict[str, Node] = {}
-        for key, item in node.value:
-            line = key.start_mark.line
+        for key, content in node.value:
+            item, line = content, key.start_mark.line
             if not isinstance(key, yaml.ScalarNode):
                 self.fault(line, "a key must be a name, not a list or mapping.")
                 continue
             name = str(key.value)
+            if key.style is None and item.value == "" and (joined := _JOINED.fullmatch(name)):
+                mend = f"Write '{joined[1]}: {joined[2]}'."
+                self.fault(line, f"not valid YAML: {name!r} needs a space behind its ':'. {mend}")
+                name, item = joined[1], yaml.ScalarNode(item.tag, joined[2], item.start_mark, item.end_mark)
             if name == "<<" and key.style is None:
                 self.fault(line, "the merge key << is not supported. Use 'extends: other.yaml', or write the keys out.")
                 continue
@@ -184,18 +194,6 @@ class _Reading:
         except ValueError as error:
             self.fault(node.start_mark.line, f"{path}: {error}" if path else str(error))
             return BROKEN
-
-
-def _mend(error: yaml.MarkedYAMLError) -> str:
-    problem = str(error.problem)
-    if "'\\t'" in problem:
-        return " Indent with spaces."
-    if problem.startswith("mapping values are not allowed"):
-        return " Is there a space behind the ':' of the line before, and is this one indented as its neighbours are?"
-    opened, found = error.context_mark, error.problem_mark
-    if problem.startswith("expected ',' or") and opened and found and opened.line < found.line:
-        return f" Is what line {opened.line + 1} opens closed?"
-    return ""
 
 
 def read_text(path: str | os.PathLike[str]) -> tuple[str, str]:
