@@ -28,10 +28,16 @@ def migrate(
     if os.path.lexists(out) and not force:
         fail(f"{out} is there already. Name another file with --out, or write over it with --force.")
     with short_errors(debug):
+        from shardlight.framework.migrate.convert import MigrationError
         from shardlight.framework.migrate.convert import migrate as convert
         from shardlight.framework.migrate.report import to_json
 
-        made = convert(source)
+        try:
+            made = convert(source)
+        except MigrationError as error:
+            _show(error.made)
+            typer.echo(f"Nothing is written: {source} has faults, which are below.")
+            raise
     _write(out, made.text, force=force)
     if report is not None:
         make_folder_of(report)

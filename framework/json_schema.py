@@ -47,7 +47,7 @@ def config_schema() -> Schema:
         # What must be there may also come from a file that this one extends.
         "if": {"not": {"required": ["extends"]}},
         "then": {"properties": rules},
-        "$defs": {"interpolation": {"type": "string", "pattern": r"\$\{.+\}"}},
+        "$defs": {"interpolation": {"type": "string", "pattern": r"\$\{.+\}"}, "options": _every()},
     }
 
 
@@ -101,13 +101,23 @@ def _type(wanted: Any) -> Schema:
 
 
 def _or(*choices: Schema) -> Schema:
-    """Any of the choices, flat and each once."""
+    """Any of the choices, flat and each once.
+
+    [Note: where an editor points] A fault inside a choice of `anyOf` is told at the place of the choice. What a
+    mapping or a list has to be like says nothing about other values, so it stands beside the choice, and its faults
+    are told at theirs.
+    """
     flat: list[Schema] = []
+    beside: Schema = {}
     for choice in choices:
-        for item in choice["anyOf"] if set(choice) == {"anyOf"} else [choice]:
-            if item not in flat:
-                flat.append(item)
-    return {"anyOf": flat}
+        rest = {key: value for key, value in choice.items() if key not in ("anyOf", "type")}
+        if "anyOf" in choice or choice.get("type") in ("object", "array"):
+            beside |= rest
+            items = choice.get("anyOf", [{"type": choice.get("type")}])
+        else:
+            items = [choice]
+        flat += [item for item in items if item not in flat]
+    return {**beside, "anyOf": flat}
 
 
 def _class_block() -> Schema:
@@ -116,23 +126,34 @@ def _class_block() -> Schema:
 
 
 def _strategy() -> Schema:
-    """The options of all strategies; those that mean nothing to the named one are refused."""
-    own = {name: _dataclass(kind)["properties"] for name, kind in OPTIONS.items()}
-    every = {option: item for options in own.values() for option, item in options.items()}
-    rules = []
-    for name, options in own.items():
-        others: dict[str, Any] = {option: None for option in every if option not in options}
-        for option, (strategies, _) in ONLY_FOR.items():
-            if name not in strategies:
-                others[option] = every[option]["default"]
-        rules.append(_when(name, others))
+    """The options of the strategy that is named, which is what an editor proposes; those of all where none is."""
+    rules = [_named(name, {"properties": {"name": True, **_options(name)}}) for name in OPTIONS]
+    named = {"properties": {"name": {"enum": [*OPTIONS]}}, "required": ["name"]}
+    every = {option: _option(option) for option in _every()}
+    rules.append({"if": {"not": named}, "then": {"properties": {"name": True, **every}}})
+    for rule in rules:
+        rule["then"]["additionalProperties"] = False
     name = {"enum": [*OPTIONS], "description": field_docs(StrategyConfig)["name"]}
-    return {
-        "type": "object",
-        "properties": {"name": _or(name, _INTERPOLATION), **every},
-        "additionalProperties": False,
-        "allOf": [rule for rule in rules if rule["then"]["properties"]],
-    }
+    return {"type": "object", "properties": {"name": _or(name, _INTERPOLATION)}, "allOf": rules}
+
+
+def _every() -> Schema:
+    """The options of all strategies, each once."""
+    return {option: item for kind in OPTIONS.values() for option, item in _dataclass(kind)["properties"].items()}
+
+
+def _option(option: str) -> Schema:
+    return {"$ref": f"#/$defs/options/{option}"}
+
+
+def _options(name: str) -> Schema:
+    """Those of a strategy. What means nothing to it may have its default, and is not proposed."""
+    own, every = _dataclass(OPTIONS[name])["properties"], _every()
+    found = {option: _option(option) if item == every[option] else item for option, item in own.items()}
+    for option, (strategies, _) in ONLY_FOR.items():
+        if name not in strategies:
+            found[option] = {**_only(every[option]["default"]), "doNotSuggest": True}
+    return found
 
 
 def _per_optimizer() -> list[Schema]:
@@ -142,6 +163,12 @@ def _per_optimizer() -> list[Schema]:
 
 def _when(name: str, unset: Mapping[str, Any]) -> Schema:
     """With this `name`, some keys have no other value than the one given here, or null."""
-    is_it = {"properties": {"name": {"const": name}}, "required": ["name"]}
-    values = {key: {"type": "null"} if value is None else {"enum": [None, value]} for key, value in unset.items()}
-    return {"if": is_it, "then": {"properties": values}}
+    return _named(name, {"properties": {key: _only(value) for key, value in unset.items()}})
+
+
+def _only(value: Any) -> Schema:
+    return {"type": "null"} if value is None else {"enum": [None, value]}
+
+
+def _named(name: str, then: Schema) -> Schema:
+    return {"if": {"properties": {"name": {"const": name}}, "required": ["name"]}, "then": then}

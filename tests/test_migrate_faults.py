@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from migrating import SOURCES, config, fault, lines, write
 from shardlight import cli
 from shardlight.framework.faults import ConfigError
-from shardlight.framework.migrate.convert import migrate
+from shardlight.framework.migrate.convert import MigrationError, migrate
 from shardlight.framework.migrate.source import read_source
 from typer.testing import CliRunner
 
@@ -86,6 +86,30 @@ def test_accelerate_and_its_deepspeed_file_have_to_agree(tmp_path):
     )
     write(tmp_path, inner | {"train_batch_size": 128}, "inner.json")
     assert config(tmp_path, source)["trainer"]["global_batch_size"] == 128
+
+
+@pytest.mark.case("C002")
+def test_all_faults_are_said_with_the_report_of_all_keys(tmp_path):
+    batches = {"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+    source = {**batches, "gradient_cliping": 1.0, "zero_optimization": {"stage": 4, "overlap_comm": True}}
+    path = write(tmp_path, source)
+    with pytest.raises(MigrationError) as caught:
+        migrate(path)
+    assert [fault.text.split(" is ")[0] for fault in caught.value.faults] == [
+        "train_batch_size",
+        "zero_optimization.stage",
+    ]
+    told = {line.key for line in caught.value.made.lines}
+    assert {*batches, "gradient_cliping", "zero_optimization.overlap_comm"} <= told
+    made = run(["migrate", str(path), "--out", str(tmp_path / "config.yaml")])
+    assert made.exit_code == 2 and not (tmp_path / "config.yaml").exists()
+    for words in (
+        "gradient_cliping = 1.0",
+        "Nothing is written: ",
+        "train_batch_size is 100, but",
+        "stage is 4; it must be",
+    ):
+        assert words in made.output
 
 
 TEXTS = st.text('ab"\\\\\n\t/#*é😀{}[],: ', max_size=6)

@@ -46,13 +46,11 @@ def settle_batches(draft: Draft, *, deepspeed: bool) -> int | None:
         terms = terms if len(known) < 2 else f"{terms} = {product}"
         if len(known) == 3 and product != whole:
             draft.fault(whole_key, f"train_batch_size is {whole}, but {terms}. Make them agree.")
-            return ranks
-        if whole % product:
+        elif whole % product:
             missing = "processes" if ranks is None else "gradient_accumulation_steps" if steps is None else "samples"
             text = f"train_batch_size is {whole}, but {terms}: no whole number of {missing} makes {whole} of that."
             draft.fault(whole_key, f"{text} Make them agree.")
-            return ranks
-        if len(known) == 2:
+        elif len(known) == 2:
             if ranks is None:
                 ranks = whole // product
                 _write_processes(draft, ranks, f"{whole_key}: {whole} / {terms}; on several machines also num_nodes")

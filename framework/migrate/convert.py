@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from shardlight.framework.check import BAD
@@ -50,10 +51,24 @@ class Migration:
     fill_in: tuple[str, ...]
 
 
+class MigrationError(ConfigError):
+    """A source with faults. Nothing is written of it, but all its keys were looked at.
+
+    Attributes:
+        made: what came of it, with a report of every other key; its text is empty.
+    """
+
+    def __init__(self, faults: Iterable[Fault], made: Migration) -> None:
+        super().__init__(faults)
+        self.made = made
+
+
 def migrate(path: str | os.PathLike[str]) -> Migration:
     """Turns a DeepSpeed or accelerate config into ours.
 
-    Raises: ConfigError: it is neither, cannot be read, or contradicts itself; with file and line.
+    Raises:
+        ConfigError: it is neither, or cannot be read.
+        MigrationError: it contradicts itself, or has values that cannot be; all of them with file and line.
     """
     tree = read_source(path)
     kind = _recognise(tree)
@@ -79,9 +94,10 @@ def migrate(path: str | os.PathLike[str]) -> Migration:
     total = draft.entries.get("schedule.total_steps")
     known = f"; the schedule has {total.value}" if total is not None and total.value != FILL_IN else ""
     draft.leave("trainer.max_steps", f"optimizer steps of the training, or max_epochs: the script's own{known}")
-    if draft.faults:
-        raise ConfigError(draft.faults)
     lines = tuple(sorted(draft.lines, key=lambda line: line.order))
+
+    if draft.faults:
+        raise MigrationError(draft.faults, Migration(kind, "", lines, ()))
 
     def order(path: str) -> int:
         return SECTIONS.index(path.partition(".")[0])
@@ -108,12 +124,12 @@ def _accelerate(draft: Draft, tree: Node, folder: Path) -> bool:
     """What of an accelerate config comes first; whether it trains through DeepSpeed."""
     kind = draft.one("distributed")
     if kind is None:
-        raise ConfigError([Fault(tree.origin, "distributed_type is missing, which accelerate asks for.")])
-    named = str(kind.value).upper()
+        draft.faults.append(Fault(tree.origin, "distributed_type is missing, which accelerate asks for."))
+    named = "DEEPSPEED" if kind is None else str(kind.value).upper()
     for fact, keys in draft.facts.items():
         idle = [key for key in keys if _SECTIONS.get(key.name.split(".")[0], named) != named]
         for key in idle:
-            draft.line(key, "none", f"without effect: distributed_type is {kind.value}")
+            draft.line(key, "none", f"without effect: distributed_type is {named}")
         draft.facts[fact] = [key for key in keys if key not in idle]
     if (place := draft.one("environment")) is not None:
         local = place.value == "LOCAL_MACHINE"
@@ -140,7 +156,7 @@ def _deepspeed_file(draft: Draft, folder: Path) -> None:
     found = next((place for place in (folder / named, Path(named)) if place.is_file()), None)
     if found is None:
         draft.fault(key, f"{key.name}: there is no file {folder / named}.")
-        raise ConfigError(draft.faults)
+        return
     draft.line(key, "maps", "its keys are below")
     walk(read_source(found), deepspeed_keys.DEEPSPEED_KEYS, draft, deepspeed_keys.REFUSING)
 
