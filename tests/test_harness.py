@@ -1,5 +1,7 @@
 """The harness itself: it returns results, and reports the cause, a death and a hang by rank."""
 
+import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -49,6 +51,17 @@ def test_ranks_are_warm_and_see_the_callers_environment(monkeypatch, tmp_path):
         assert folder == str(tmp_path)
         assert warm == ["lightning.pytorch", "torchmetrics", "pytest"]
         assert threads == 2 and started
+
+
+def _collected_and_started(rank, world_size):
+    gc.disable()
+    return len(gc.get_objects()), multiprocessing.get_start_method()
+
+
+def test_ranks_collect_what_they_made_and_start_workers_as_a_program_does():
+    for objects, method in run_ranks(_collected_and_started, 1):
+        assert objects < 100_000, "a collection looks at all that was imported"
+        assert method == multiprocessing.get_start_method()
 
 
 def test_without_init_the_launcher_variables_are_set():
