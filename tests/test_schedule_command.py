@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from shardlight import cli
@@ -136,7 +135,23 @@ def test_it_answers_without_torch():
     assert run.stdout.splitlines()[-1] == "[]", run.stdout
 
 
-def test_a_config_without_a_pipeline_has_no_schedule():
-    path = Path(__file__).resolve().parents[1] / "examples" / "language_model" / "config.yaml"
-    said = f"{path}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline.\n"
-    assert command(path, "strategy=zero2") == (2, "", said)
+MODULE = """
+import lightning as L
+
+class Model(L.LightningModule):
+    def training_step(self, batch, batch_idx): ...
+    def configure_optimizers(self): ...
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self): ...
+"""
+
+
+def test_a_config_without_a_pipeline_has_no_schedule(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "module: {class: mine.Model}\ndata: {class: mine.Data}\ntrainer: {max_steps: 1, devices: 2}\nstrategy: zero2\n"
+    )
+    said = f"{config}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline.\n"
+    assert command(config) == (2, "", said)
