@@ -1,13 +1,19 @@
-"""All stages of a pipeline in one process: a copy of the model for each, cut, with hidden states passed by hand."""
+"""All stages of a pipeline in one process: a copy of the model for each, cut, with hidden states passed by hand.
+
+And the model that is cut.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
+import torch.nn.functional as F
 from shardlight.strategies.engine.pipeline.chain import find_chain, stage_parameters
 from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing
+from shardlight.strategies.errors import PipelineError
 from torch import Tensor, nn
 
 
@@ -100,3 +106,63 @@ def check_equal_to_uncut(model, step, batches, stages, schedule="1f1b", toleranc
         worst = (gradients[name] - gradient).abs().max().item()
         assert worst <= tolerance * max(1.0, gradient.abs().max().item()), (name, worst)
     return staged
+
+
+WIDTH, VOCAB, LENGTH, BATCH = 8, 11, 5, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class GPT(nn.Module):
+    """Learned positions as a bare parameter; `around` is what the user's code does in its loop."""
+
+    block = Block
+
+    def __init__(self, layers=4, tied=False):
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, WIDTH)
+        self.pos = nn.Parameter(torch.randn(1, 2 * LENGTH, WIDTH))
+        self.blocks = nn.ModuleList([self.block() for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.tok.weight
+
+    def forward(self, idx):
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = self.around(block, x, idx)
+        return self.head(self.norm(x))
+
+    def embed(self, idx):
+        return F.dropout(self.tok(idx) + self.pos[:, : idx.shape[1]], 0.0, self.training)
+
+    def around(self, block, x, idx):
+        return block(x)
+
+
+def build(kind=GPT, **options):
+    torch.manual_seed(0)
+    return kind(**options).double()
+
+
+def batches(count=2, length=LENGTH):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (BATCH, length), generator=generator) for _ in range(count)]
+
+
+def step(model, idx):
+    logits = model(idx)
+    return F.cross_entropy(logits.flatten(0, 1).double(), idx.flatten())
+
+
+def refused(model, match, step=step, stages=2, **options):
+    with pytest.raises(PipelineError, match=match) as caught:
+        Staged(model, stages, step, **options).train(batches(1))
+    return caught.value

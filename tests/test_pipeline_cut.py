@@ -1,7 +1,6 @@
 """A model cut into stages computes what the uncut one does, and what cannot be cut is refused by name."""
 
 import copy
-import gc
 import weakref
 from dataclasses import dataclass
 
@@ -9,67 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardlight.strategies.engine.deferred.tensors import deferred_init, is_deferred, materialise
-from shardlight.strategies.engine.pipeline.chain import find_chain, stage_parameters
-from shardlight.strategies.engine.pipeline.cut import Cut
 from shardlight.strategies.engine.pipeline.taint import Tainted
+from shardlight.strategies.engine.transforms.compile import compile_blocks, is_compiled
 from shardlight.strategies.engine.transforms.recompute import recompute
 from shardlight.strategies.errors import PipelineError
-from staged import Staged, check_equal_to_uncut, even
+from staged import (
+    GPT,
+    WIDTH,
+    Block,
+    Staged,
+    batches,
+    build,
+    check_equal_to_uncut,
+    refused,
+    step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-WIDTH, VOCAB, LENGTH, BATCH = 8, 11, 5, 3
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class GPT(nn.Module):
-    """Learned positions as a bare parameter; `around` is what the user's code does in its loop."""
-
-    block = Block
-
-    def __init__(self, layers=4, tied=False):
-        super().__init__()
-        self.tok = nn.Embedding(VOCAB, WIDTH)
-        self.pos = nn.Parameter(torch.randn(1, 2 * LENGTH, WIDTH))
-        self.blocks = nn.ModuleList([self.block() for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.tok.weight
-
-    def forward(self, idx):
-        x = self.embed(idx)
-        for block in self.blocks:
-            x = self.around(block, x, idx)
-        return self.head(self.norm(x))
-
-    def embed(self, idx):
-        return F.dropout(self.tok(idx) + self.pos[:, : idx.shape[1]], 0.0, self.training)
-
-    def around(self, block, x, idx):
-        return block(x)
-
-
-def build(kind=GPT, **options):
-    torch.manual_seed(0)
-    return kind(**options).double()
-
-
-def batches(count=2, length=LENGTH):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB, (BATCH, length), generator=generator) for _ in range(count)]
-
-
-def step(model, idx):
-    logits = model(idx)
-    return F.cross_entropy(logits.flatten(0, 1).double(), idx.flatten())
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -367,218 +322,6 @@ def test_deferred_construction():
     assert torch.allclose(staged.forward(batches()[0])[0], expected, rtol=1e-12)
 
 
-# What a stage holds.
-
-
-def test_names_are_those_of_the_bare_model():
-    model = build(tied=True)
-    whole = set(model.state_dict())
-    staged = Staged(model, 3, step)
-    states = [set(m.state_dict()) for m in staged.models]
-    assert set.union(*states) == whole and states[0] & states[1] == set()
-    assert states[0] & states[2] == {"tok.weight", "head.weight"}
-    assert {"tok.weight", "pos"} <= states[0] and {"norm.weight", "norm.bias"} <= states[2]
-    for model, cut, state in zip(staged.models, staged.cuts, states, strict=True):
-        assert {n for n, _ in model.named_parameters(remove_duplicate=False)} == state
-        assert set(cut.dropped) == whole - state
-    assert staged.cuts[1].dropped["tok.weight"] == ((VOCAB, WIDTH), torch.float64)
-    assert isinstance(staged.models[1].tok.weight, Tainted) and not isinstance(staged.models[0].tok.weight, Tainted)
-
-
-def test_dropped_parameters_are_freed():
-    model = build()
-    gone = weakref.ref(model.blocks[3].up.weight)
-    chain = find_chain(model)
-    cut = Cut(model, chain, even(4, 2), [0], stage_parameters(model, chain, even(4, 2))[0])
-    gc.collect()
-    assert gone() is None
-    cut.undo()
-    assert not hasattr(model.head, "weight")
-    assert model.blocks[0](torch.ones(1, 2, WIDTH).double()).shape == (1, 2, WIDTH)
-
-
-def test_weights_that_a_module_lists_are_dropped_too():
-    class Recurrent(GPT):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-        def forward(self, idx):
-            x = self.embed(idx)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(self.rnn(x)[0]))
-
-    staged = check_equal_to_uncut(build(Recurrent), step, batches(), 2)
-    assert all(isinstance(w, Tainted) for w in staged.models[0].rnn._flat_weights)
-
-
-def test_the_largest_list_is_the_chain():
-    model = build()
-    model.few = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
-    chain = find_chain(model)
-    assert chain.name == "blocks" and chain.names == [f"blocks.{i}" for i in range(4)]
-    assert find_chain(model, "few").names == ["few.0", "few.1"]
-    with pytest.raises(PipelineError, match=r"strategy.blocks: 'block' .* mean 'blocks'\?"):
-        find_chain(model, "block")
-    model.decoder = copy.deepcopy(model.blocks)
-    with pytest.raises(PipelineError, match=r"'blocks' \(4 blocks\), 'decoder' \(4 blocks\).*strategy.blocks: blocks"):
-        find_chain(model)
-    with pytest.raises(PipelineError, match="no list of like blocks"):
-        find_chain(nn.Linear(2, 2))
-
-
-def test_unknown_names_and_ranges_are_refused():
-    model = build()
-    chain = find_chain(model)
-    with pytest.raises(PipelineError, match=r"'tik'\. Did you mean 'tok'\?"):
-        stage_parameters(model, chain, even(4, 2), ["tik"])
-    for ranges in ([range(0, 2)], [range(0, 4), range(4, 4)], [range(0, 3), range(2, 4)]):
-        with pytest.raises(PipelineError, match="do not fit the 4 blocks of 'blocks'"):
-            stage_parameters(model, chain, ranges)
-
-
-# What is refused, by name.
-
-
-class X0(GPT):
-    class block(Block):
-        def forward(self, x, x0):
-            return super().forward(x) + 0.1 * x0
-
-    def forward(self, idx):
-        x = x0 = self.embed(idx)
-        for block in self.blocks:
-            x = block(x, x0)
-        return self.head(self.norm(x))
-
-
-def refused(model, match, step=step, stages=2, **options):
-    with pytest.raises(PipelineError, match=match) as caught:
-        Staged(model, stages, step, **options).train(batches(1))
-    return caught.value
-
-
-def test_x0_residuals_are_refused_and_work_with_the_embedding_everywhere():
-    refused(build(X0), r"argument 'x0' of block 'blocks.2'.*'tok.weight', which is on stage 0.*everywhere: \[tok\]")
-    refused(build(X0), r"'pos', which is on stage 0.*everywhere: \[pos\]", everywhere=["tok"])
-    check_equal_to_uncut(build(X0), step, batches(), 4, everywhere=["tok", "pos"])
-
-
-def test_unet_skips_are_refused():
-    class UNet(X0):
-        def forward(self, idx):
-            x, skips = self.embed(idx), []
-            for i, block in enumerate(self.blocks):
-                half = len(self.blocks) // 2
-                x = block(x, x if i < half else skips.pop())
-                if i < half:
-                    skips.append(x)
-            return self.head(self.norm(x))
-
-    error = refused(build(UNet), "argument 'x0' of block 'blocks.3'")
-    assert "block 'blocks.0', which is on stage 0" in str(error)
-
-
-def test_losses_over_all_blocks_are_refused():
-    class Routed(GPT):
-        """Each block leaves a part of the loss behind, as mixtures of experts do."""
-
-        class block(Block):
-            def forward(self, x):
-                x = super().forward(x)
-                self.balance = x.mean()
-                return x
-
-    def with_balance(model, idx):
-        return step(model, idx) + sum(block.balance for block in model.blocks)
-
-    refused(build(Routed), "the step returned depends on block 'blocks.0', which is on stage 0", with_balance)
-
-    def with_log(model, idx):
-        loss = step(model, idx)
-        staged.cuts[1].check({"balance": model.blocks[1].balance}, "the logged value 'balance'")
-        return loss
-
-    staged = Staged(build(Routed), 2, with_log)
-    with pytest.raises(PipelineError, match="the logged value 'balance' depends on block 'blocks.1'"):
-        staged.train(batches(1))
-
-
-def test_hooks_in_foreign_blocks_see_taint_each_time():
-    model = build()
-    seen = []
-    for block in model.blocks:
-        block.up.register_forward_hook(lambda module, args, output: seen.append(output.mean()))
-    calls = 0
-
-    def collecting(model, idx):
-        nonlocal calls
-        calls += 1
-        seen.clear()
-        loss = step(model, idx)
-        return loss + sum(seen) if calls > 4 else loss
-
-    staged = Staged(model, 2, collecting)
-    staged.train(batches(2))
-    with pytest.raises(PipelineError, match="block 'blocks.0'"):
-        staged.train(batches(1))
-
-
-def test_a_loss_from_dropped_parameters_is_refused():
-    def tied(model, idx):
-        return step(model, idx) + model.tok.weight.pow(2).sum()
-
-    refused(build(), "the step returned depends on 'tok.weight', which is on stage 0", tied)
-
-    def read(model, idx):
-        model.tok(idx).mean().item()
-        return step(model, idx)
-
-    refused(build(), "'item' asks for the values of .*'tok.weight', which is on stage 0", read)
-
-
-class Order(GPT):
-    order = (0, 1, 2, 3)
-
-    def forward(self, idx):
-        x = self.embed(idx)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize(
-    "order, match",
-    [
-        ((0, 2, 1, 3), "block 'blocks.2' is called out of order: 'blocks.1' is next"),
-        ((0, 0, 1, 2, 3), "block 'blocks.0' is called out of order: 'blocks.1' is next"),
-        ((0, 1, 2), "without calling block 'blocks.3'"),
-        ((0, 1, 2, 3, 3), "block 'blocks.3' is called out of order: all have run"),
-    ],
-)
-def test_blocks_out_of_order_are_refused(order, match):
-    model = build(Order)
-    model.order = order
-    refused(model, match)
-
-
-def test_a_step_that_catches_everything_is_refused():
-    def bare(model, idx):
-        try:
-            return step(model, idx)
-        except:  # noqa: E722
-            return torch.zeros(())
-
-    refused(build(), "bare 'except:'", bare)
-
-
-def test_blocks_run_in_steps_only():
-    staged = Staged(build(), 2, step)
-    with pytest.raises(PipelineError, match="'blocks.0' is called outside of training_step"):
-        staged.models[0](batches()[0])
-
-
 # A loss over the whole batch.
 
 
@@ -603,3 +346,99 @@ def test_the_tail_runs_once_for_all_micro_batches(kind):
         hidden.backward(received.grad)
     for name, gradient in staged.gradients().items():
         assert torch.allclose(gradient, whole.get_parameter(name).grad, rtol=1e-11, atol=1e-13), name
+
+
+# What is around the blocks.
+
+
+def test_hooks_of_the_engine_see_what_a_block_is_given_on_its_stage_alone():
+    staged = Staged(build(), 4, step, ranks=2)
+    seen = []
+
+    def before(module, args, kwargs):
+        assert not isinstance(args[0], Tainted)
+        seen.append(("before", staged.cuts[0].chain.blocks.index(module)))
+
+    def after(module, args, output):
+        seen.append(("after", staged.cuts[0].chain.blocks.index(module)))
+
+    before.__module__ = after.__module__ = "shardlight.strategies.engine.weights"
+    for block in staged.cuts[0].chain.blocks:
+        block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        block.register_forward_hook(after, always_call=True)
+    staged.train(batches())
+    assert seen == [(when, block) for _ in batches() for block in (0, 2) for when in ("before", "after")]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_are_compiled_after_the_cut():
+    staged = Staged(build(Between), 4, step, ranks=2)
+    assert not any(is_compiled(m) for m in staged.models)
+    plain = check_equal_to_uncut(build(Between), step, batches(), 4, ranks=2).gradients()
+    for cut in staged.cuts:
+        compile_blocks(cut.chain.blocks, backend="eager")
+    staged.train(batches())
+    got = staged.gradients()
+    assert all(torch.allclose(got[n], plain[n], rtol=1e-12) for n in plain)
+
+
+def test_a_block_that_reads_its_values_is_met_without_them():
+    class Reading(GPT):
+        """As a mixture of experts: which rows go where is known from values alone."""
+
+        class block(Block):
+            def forward(self, x):
+                flat, out = x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], WIDTH, dtype=x.dtype)
+                large = flat.mean(-1) > 0
+                for choice in large.unique().tolist():
+                    rows = torch.where(large == choice)[0]
+                    out.index_add_(0, rows, super().forward(flat[rows]) * (1.0 + choice))
+                assert flat.isfinite().numel() == flat.numel()
+                return out.view_as(x) + x * float(large.any())
+
+    check_equal_to_uncut(build(Reading), step, batches(), 4)
+
+
+def test_a_block_that_cannot_run_without_values_is_named():
+    class Failing(GPT):
+        class block(Block):
+            def forward(self, x):
+                if not x.abs().sum() > 0:
+                    raise ValueError("all zero")
+                return super().forward(x)
+
+    refused(build(Failing), "block 'blocks.0', which is on stage 0, cannot run on tensors without.*all zero")
+
+
+def test_buffers_of_foreign_blocks_are_left_alone():
+    class Normed(GPT):
+        class block(Block):
+            def __init__(self):
+                super().__init__()
+                self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+            def forward(self, x):
+                return super().forward(self.batch_norm(x.mT).mT)
+
+    staged = check_equal_to_uncut(build(Normed), step, batches(), 2)
+    norms = [[b.batch_norm for b in m.blocks] for m in staged.models]
+    assert [n.num_batches_tracked.item() for n in norms[0]] == [2, 2, 0, 0]
+    assert [n.running_mean.abs().sum().item() > 0 for n in norms[1]] == [False, False, True, True]
+
+
+def test_evaluation_without_gradients():
+    model = build(Residual)
+    staged = Staged(model, 3, lambda model, idx: {"logits": model(idx), "size": idx.shape})
+    with torch.no_grad():
+        for batch in (*batches(1), *batches(1, 7)):
+            out, _ = staged.forward(batch)
+            assert torch.allclose(out["logits"], model(batch), rtol=1e-12) and out["size"] == batch.shape
+
+
+def test_the_embedding_draws_as_many_numbers_as_where_it_is():
+    staged, states = Staged(build(Dropped).train(), 2, step), []
+    for model in staged.models:
+        torch.manual_seed(0)
+        model.embed(batches()[0])
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

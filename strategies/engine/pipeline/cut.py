@@ -6,8 +6,8 @@ hidden state is replaced by what was received. When the first block behind its o
 this stage's output, and the step is left by an exception of our own: not where the last own block ends, since what the
 user's code does between two blocks has its values on this side. The last stage runs to the end of the step.
 
-A block is met where it is called, outside of all its hooks: the engine's must see what the block is really given. For
-this a module has one place, that of its compiled call (`_compiled_call_impl`).
+A block is met where it is called, outside of all its hooks: the engine's must see what the block is really given, and
+none of them may be left open.
 
 [Note: repeated in backward] Recomputation calls blocks again during backward, of whichever micro-batch. The tensors
 that it calls them with were made in that micro-batch's run, and know it ([Note: resolved]).
@@ -24,6 +24,7 @@ from shardlight.strategies.engine.deferred.tensors import home_of
 from shardlight.strategies.engine.pipeline.chain import Chain, check_ranges, stage_parameters
 from shardlight.strategies.engine.pipeline.placeholders import Foreign
 from shardlight.strategies.engine.pipeline.taint import Source, Tainted, running, tainted
+from shardlight.strategies.engine.transforms.forward import AroundCall
 from shardlight.strategies.errors import PipelineError
 from torch import Tensor, nn
 
@@ -105,15 +106,12 @@ class Cut:
         self._run: _Run | None = None
         self._stage_of = [stage for stage, blocks in enumerate(ranges) for _ in blocks]
         self._drop(held, device)
-        self._before = [block._compiled_call_impl for block in chain.blocks]
-        self._calls = [before or block._call_impl for before, block in zip(self._before, chain.blocks, strict=True)]
         self._parameters_of = [_parameter_names(block) for block in chain.blocks]
         self._foreign = [
             Foreign(block, Source(f"block '{name}', which is on stage {stage}"), block._call_impl)
             for block, name, stage in zip(chain.blocks, chain.names, self._stage_of, strict=True)
         ]
-        for index, block in enumerate(chain.blocks):
-            block._compiled_call_impl = partial(self._called, index)
+        self._calls = [AroundCall(block, partial(self._called, i)) for i, block in enumerate(chain.blocks)]
 
     def run(
         self,
@@ -157,8 +155,8 @@ class Cut:
 
     def undo(self) -> None:
         """Lets the blocks run as they are again; dropped parameters stay away, and are attributes no more."""
-        for block, before in zip(self.chain.blocks, self._before, strict=True):
-            block._compiled_call_impl = before
+        for call in self._calls:
+            call.undo()
         for module, name in self._stubs:
             vars(module).pop(name, None)
         self._stubs.clear()
@@ -248,7 +246,7 @@ class Cut:
         if index == run.own.start:
             args, kwargs = self._enter(run, index, args, kwargs)
         args, kwargs = self._with_values(index, args, kwargs)
-        output = self._calls[index](*args, **kwargs)
+        output = self._calls[index].call(*args, **kwargs)
         if run.at_exit and index == len(self.chain.blocks) - 1:
             hidden = _first_tensor(output)
             self._refuse_tainted(hidden, f"what block '{self.chain.names[index]}' returns")
@@ -294,7 +292,7 @@ class Cut:
         elif self._stage_of[index] not in self.mine:
             return self._foreign[index].output(args, kwargs, None)
         args, kwargs = self._with_values(index, args, kwargs)
-        return self._calls[index](*args, **kwargs)
+        return self._calls[index].call(*args, **kwargs)
 
     def _with_values(self, index: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Returns the arguments of an own block, which all must have values here."""

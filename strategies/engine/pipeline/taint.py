@@ -10,9 +10,12 @@ that tensor gets a `value`, and every function that is given the tensor from the
 computed with what was received, and so is a repetition of it in backward, where the graph holds the same tensor.
 """
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -83,6 +86,7 @@ class Tainted(Tensor):
         name = func.__name__
         found = _find(args, kwargs)
         if any(t.value is not None for t in found):
+            _refuse_functions(found)
             if _writes(name) and type(args[0]) is Tainted and args[0].value is not None:
                 args[0].value = args[0].value.clone()  # what was received stays, for a repetition in backward
             args, kwargs = _with_values(args), _with_values(kwargs)
@@ -131,6 +135,8 @@ class Tainted(Tensor):
 
 def tainted(shape: Any, dtype: torch.dtype, device: torch.device, source: Source) -> Tainted:
     """Returns a contiguous tainted tensor."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     with torch._C.DisableTorchFunctionSubclass():
         return Tainted(torch.empty(shape, dtype=dtype, device="meta"), device, source)
 
@@ -213,6 +219,21 @@ def _find(*trees: Any) -> list[Tainted]:
     return found
 
 
+def _refuse_functions(found: list[Tainted]) -> None:
+    """A function of one's own would see tensors that need no gradient, and none would come to the stage before."""
+    if torch.is_grad_enabled() or not any(t.value is not None and t.value.requires_grad for t in found):
+        return
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is torch.autograd.Function.apply.__func__.__code__:
+            raise PipelineError(
+                "a torch.autograd.Function (or a reentrant checkpoint) outside the blocks is given the hidden state "
+                "that this stage receives, and would hand no gradient on. Move it into the block, or give it `x + 0`. "
+                "Checkpoint with use_reentrant=False."
+            )
+        frame = frame.f_back
+
+
 def _with_values(tree: Any) -> Any:
     if type(tree) is Tainted:
         return tree if tree.value is None else tree.value
@@ -254,7 +275,7 @@ _NAMES = {aten._local_scalar_dense.default: "item"}
 
 
 def _register_hook(func: Any, args: tuple, kwargs: dict) -> RemovableHandle:
-    return RemovableHandle({})  # no gradient will ever come
+    return RemovableHandle(OrderedDict())  # no gradient will ever come
 
 
 _SPECIAL: dict[str, Callable[[Any, tuple, dict], Any]] = {
@@ -268,8 +289,6 @@ def _attribute(func: Any, name: str, args: tuple) -> Any:
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__":
         return args[0].detach() if attribute == "data" else func(*args)
-    if attribute == "data" and type(args[0]) is not Tainted:
-        raise _overwritten(args[1], args[0])
     if attribute not in ("requires_grad", "grad"):
         func(*args)
     return None
@@ -294,13 +313,6 @@ def _overwritten(source: Tainted, target: Tensor) -> PipelineError:
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     found = _find(args, kwargs)
     first = next((t for t in found if t.dim()), found[0])
-    for tensor in found:
-        if tensor.value is not None:
-            raise PipelineError(
-                "a function of one's own (torch.autograd.Function, a reentrant checkpoint) outside the blocks is given "
-                f"the hidden state that this stage receives: {func}. Move it into the block, or compute it before the "
-                "blocks. Checkpoint with use_reentrant=False."
-            )
     if func._schema.is_mutable:
         _refuse_writes(func, args, kwargs, first)
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from shardlight.strategies.engine.transforms.forward import Forward, replace_forward
+from shardlight.strategies.engine.transforms.forward import AroundCall, Forward, replace_forward
 from shardlight.strategies.errors import StrategyError
 from torch import nn
 from torch._dynamo import OptimizedModule, trace_rules
@@ -52,8 +52,13 @@ def compile_blocks(
 def is_compiled(model: nn.Module) -> bool:
     """Whether the user compiled the model or a part of it, by torch.compile or `Module.compile`."""
     return getattr(model, "_compiler_ctx", None) is not None or any(
-        isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()
+        isinstance(m, OptimizedModule) or _compiled_call(m) is not None for m in model.modules()
     )
+
+
+def _compiled_call(module: nn.Module) -> Any:
+    call = module._compiled_call_impl
+    return call.before if isinstance(call, AroundCall) else call
 
 
 def unwrap_compiled(model: nn.Module) -> Callable[[], None]:
