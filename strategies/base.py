@@ -28,6 +28,7 @@ from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
+from shardlight.strategies.loader_arguments import take_arguments_by_name
 from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once, has_length
 from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.notices import notify
@@ -209,6 +210,7 @@ class ShardedStrategy(Saving):
             trainer._accelerator_connector.use_distributed_sampler = False
         # Lightning warns that its evaluation sampler repeats samples; process_dataloader puts one in that does not.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+        take_arguments_by_name(trainer)
         module = self.lightning_module
         self._refuse(trainer)
         keep_trainer_out(module)
