@@ -276,8 +276,6 @@ def _supervise(loaded: "Loaded", verb: str, started: float, *, dry_run: bool, de
         logs = None if dry_run else run_dir / "logs"
         code = run_workers(command, devices, env=env, log_dir=logs, expect_done=True, terse=terse)
         sys.stdout.flush()
-        if code and verb == "fit":
-            _echo(resume.way_on(run_dir))
         if code == 0 or not dry_run:
             _last_line(run_dir, dry_run)
     return code

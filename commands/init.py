@@ -33,7 +33,7 @@ def init(
         fail(f"{missing} missing: shardlight init TEMPLATE DIR. Templates: {', '.join(templates)}; --list says more.")
     if template not in templates:
         fail(f"There is no template {template!r}.{suggest(template, templates)} --list shows all.")
-    with short_errors(debug, code=2, named=False):
+    with short_errors(debug, code=2):
         from shardlight.templates.generate import check_place, generate, package_name
 
         check_place(folder)

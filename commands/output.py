@@ -27,12 +27,11 @@ def fail(text: str, code: int = USER_FAULT) -> NoReturn:
 
 
 @contextlib.contextmanager
-def short_errors(debug: bool, code: int = 1, *, named: bool = True) -> Iterator[None]:
+def short_errors(debug: bool, code: int = 1) -> Iterator[None]:
     """Shows our own errors, and MISTAKES, without a traceback: they say what to mend.
 
     Args:
         code: exit code of those that are no fault in the config or the call.
-        named: whether the kind of error is said; of mistakes in a call it tells nothing.
     """
     from shardlight.framework.faults import ConfigError
     from shardlight.ops.built import OpError
@@ -47,8 +46,7 @@ def short_errors(debug: bool, code: int = 1, *, named: bool = True) -> Iterator[
             traceback.print_exc()
         if isinstance(error, ConfigError):
             fail(str(error))
-        text = f"{type(error).__name__}: {error}" if named else str(error)
-        fail(text, USER_FAULT if isinstance(error, LaunchError) else code)
+        fail(f"{type(error).__name__}: {error}", USER_FAULT if isinstance(error, LaunchError) else code)
 
 
 def make_folder_of(out: Path | None, option: str = "--json") -> None:

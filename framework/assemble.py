@@ -129,7 +129,7 @@ def build_module(config: Config) -> LightningModule:
     """The module, with the optimizer and schedule of the config where it takes them; under zero3 without memory."""
     defer = config.strategy.options.defer
     if defer is None:
-        defer = STRATEGIES[config.strategy.name].plan.shard_parameters
+        defer = STRATEGIES[config.strategy.name].defers()
     with deferred_init("cpu") if defer else nullcontext():
         module = config.module.build()
     if isinstance(module, TrainingModule):

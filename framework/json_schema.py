@@ -152,7 +152,7 @@ def _options(name: str) -> Schema:
     found = {option: _option(option) if item == every[option] else item for option, item in own.items()}
     for option, (strategies, _) in ONLY_FOR.items():
         if name not in strategies:
-            found[option] = {**_only(every[option]["default"]), "doNotSuggest": True}
+            found[option] = {**_only(own[option]["default"]), "doNotSuggest": True}
     return found
 
 

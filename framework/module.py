@@ -18,11 +18,10 @@ from shardlight.framework.optim import OptimizerConfig, ScheduleConfig
 from shardlight.framework.source import read_yaml
 from shardlight.strategies import load_module
 from shardlight.strategies.errors import ShardlightError
+from shardlight.strategies.logged_values import LOSS_WEIGHT
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
-
-_WEIGHT = "_shardlight_weight"  # attribute on a tensor made by `weighted`: what its mean was taken over
 
 
 def _from_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -134,7 +133,7 @@ class TrainingModule(LightningModule):
         if trainer is not None and trainer.training and hasattr(trainer.strategy, "weigh_loss"):
             trainer.strategy.weigh_loss(weight)
         mean = loss_sum / torch.where(weight > 0, weight, 1.0).to(loss_sum.dtype)
-        setattr(mean, _WEIGHT, weight)
+        setattr(mean, LOSS_WEIGHT, weight)
         return mean
 
     @override
@@ -161,7 +160,7 @@ class TrainingModule(LightningModule):
         sync_dist: True where only an epoch mean is logged (validation, test), so that it is the mean over the tokens
             of all ranks; False where a step value is logged, which would cost a collective in every step.
         """
-        weight = getattr(value, _WEIGHT, None) if isinstance(value, Tensor) else None
+        weight = getattr(value, LOSS_WEIGHT, None) if isinstance(value, Tensor) else None
         if batch_size is None and weight is not None:
             # As a float tensor: Lightning would average an integer count over ranks by integer division.
             batch_size = weight

@@ -72,12 +72,6 @@ def _choose(config: Config, verb: str) -> Choice:
     return Choice(tuple(map(str, found.paths)), (*found.skipped, *end))
 
 
-def way_on(run_dir: Path) -> list[str]:
-    """What to say of a training that ended before its end: how to go on from what it has saved."""
-    found = find([run_dir])
-    return [f"To go on from {found.paths[0]}: the same command with resume=auto."] if found.paths else []
-
-
 @contextlib.contextmanager
 def hold(run_dir: Path) -> Iterator[None]:
     """While it lasts other runs know that this one lives, and leave its left-overs alone."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
     from shardlight.strategies.engine.offload import Offload
     from shardlight.strategies.options import EngineOptions
+    from shardlight.strategies.pipeline import Pipeline
     from shardlight.strategies.precision import MixedFP16
     from shardlight.strategies.zero import DDP, STRATEGIES, Infinity, Single, ZeRO1, ZeRO2, ZeRO3
 
@@ -27,6 +28,7 @@ __all__ = [
     "LoadReport",
     "MixedFP16",
     "Offload",
+    "Pipeline",
     "ShardedEMA",
     "ShardedStrategy",
     "Single",
@@ -48,6 +50,7 @@ _HOMES = {
     "LoadReport": "checkpoint.weights",
     "MixedFP16": "precision",
     "Offload": "engine.offload",
+    "Pipeline": "pipeline",
     "ShardedEMA": "ema",
     "ShardedStrategy": "base",
     "Single": "zero",

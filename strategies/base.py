@@ -1,7 +1,6 @@
 """ShardedStrategy: the one place that speaks Lightning's Strategy contract; everything it does is the engine's."""
 
 import gc
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -20,16 +18,16 @@ from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.modules import refuse_unresolved
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.compiled import keep_trainer_out
+from shardlight.strategies.data_loading import DataLoading
 from shardlight.strategies.data_position import DataPosition
-from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
+from shardlight.strategies.engine.units import ONE_STAGE, Stages
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
-from shardlight.strategies.loader_arguments import take_arguments_by_name
-from shardlight.strategies.loaders import LockstepLoader, SizedLockstepLoader, count_every_sample_once, has_length
 from shardlight.strategies.loss_log import LossLog
 from shardlight.strategies.notices import notify
 from shardlight.strategies.options import OPTIONS, make_options, offload_of
@@ -38,7 +36,6 @@ from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.random_state import EpochRandomness
 from shardlight.strategies.refusals import refuse_callbacks
 from shardlight.strategies.room import Room, refuse_without_room, room_for
-from shardlight.strategies.saving import Saving
 from shardlight.strategies.schedules import hold_when_skipped
 from shardlight.strategies.stopping import StopTogether
 from torch import Tensor, nn
@@ -48,7 +45,7 @@ _engines: "WeakKeyDictionary[nn.Module, ReferenceType[Engine]]" = WeakKeyDiction
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
 
 
-class ShardedStrategy(Saving):
+class ShardedStrategy(DataLoading):
     """Base of the strategies in zero.py; each is a row of the ZeRO table.
 
     Args:
@@ -133,16 +130,6 @@ class ShardedStrategy(Saving):
         return self.engine.window.mean_loss
 
     @property
-    def data_rank(self) -> int:
-        """This rank's number among those that see different data."""
-        return self.global_rank
-
-    @property
-    def data_world_size(self) -> int:
-        """How many ranks see different data."""
-        return self.world_size
-
-    @property
     def wire_bytes(self) -> int:
         """Bytes this rank has sent to others in collectives of the engine."""
         return self.engine.collectives.bytes_sent
@@ -210,7 +197,6 @@ class ShardedStrategy(Saving):
             trainer._accelerator_connector.use_distributed_sampler = False
         # Lightning warns that its evaluation sampler repeats samples; process_dataloader puts one in that does not.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
-        take_arguments_by_name(trainer)
         module = self.lightning_module
         self._refuse(trainer)
         keep_trainer_out(module)
@@ -231,6 +217,8 @@ class ShardedStrategy(Saving):
             self._reset_optimizers_and_schedulers()
             if fitting:
                 self.setup_optimizers(trainer)
+            stages = self._cut(module)
+            if fitting:
                 self._look_for_room(module)
             groups, options = self._engine_groups(), self.options
             self._engine = Engine(
@@ -249,6 +237,7 @@ class ShardedStrategy(Saving):
                 options.optimizer_kernel,
                 options.moments_dtype,
                 offload_of(options),
+                stages,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)
@@ -269,6 +258,15 @@ class ShardedStrategy(Saving):
             if config.interval == "step" and not config.reduce_on_plateau:
                 hold_when_skipped(config.scheduler, self)
         self.setup_precision_plugin()
+
+    def _cut(self, module: nn.Module) -> Stages:
+        """Takes out of the module, and of the optimizers, what is on other ranks' stages of a pipeline."""
+        return ONE_STAGE
+
+    @classmethod
+    def defers(cls) -> bool:
+        """Whether modules are built without memory if `defer` is not set."""
+        return cls.plan.shard_parameters
 
     def _look_for_room(self, module: nn.Module) -> None:
         dtypes = self.precision_plugin.dtype_policy()
@@ -302,7 +300,7 @@ class ShardedStrategy(Saving):
         """
         defer = self.options.defer
         if empty_init is None:
-            deferred = self.plan.shard_parameters if defer is None else defer
+            deferred = self.defers() if defer is None else defer
         else:
             deferred = empty_init and defer is not False
         with deferred_init(self.root_device) if deferred else self.root_device:
@@ -437,39 +435,6 @@ class ShardedStrategy(Saving):
         if stage in loops and loops[stage].batch_progress.is_last_batch:
             self.engine.agreement.meet(f"last {stage.value} batch")
 
-    # --- data
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Counts every sample once in evaluation; keeps ranks in lockstep, and a position, in training."""
-        stage = _stage_of_loader()
-        if stage is RunningStage.TRAINING:
-            return self._lockstep(dataloader)
-        return count_every_sample_once(dataloader, stage, self.data_world_size, self.data_rank)
-
-    def _lockstep(self, dataloader: Any) -> Any:
-        # May be called by `trainer.estimated_stepping_batches` in configure_optimizers, before there is an engine.
-        length = len(dataloader) if has_length(dataloader) else -1
-        lengths = [length] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(lengths, length)
-        agree = self._agree_on_next_batch if len(set(lengths)) > 1 or (-1 in lengths and self.world_size > 1) else None
-        position = self._data_position()
-        if -1 in lengths:
-            return LockstepLoader(dataloader, agree, position)
-        return SizedLockstepLoader(dataloader, agree, position, min(lengths))
-
-    def _data_position(self) -> DataPosition:
-        if self._position is None:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            self._position = DataPosition(trainer, self._randomness, self.data_world_size, self.data_rank)
-        return self._position
-
-    def _agree_on_next_batch(self, more: bool) -> list[bool]:
-        self.engine.agreement.meet("next training batch")
-        row = torch.tensor([int(more)], dtype=torch.int64, device=self.root_device)
-        return [bool(n) for n in self.engine.collectives.gather_small(row, "next training batch").flatten().tolist()]
-
     # --- the end
 
     def on_exception(self, exception: BaseException) -> None:
@@ -487,11 +452,3 @@ class ShardedStrategy(Saving):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _stage_of_loader() -> RunningStage:
-    """Finds what the loader that is being processed is for: within fit the strategy is not told."""
-    frame = sys._getframe(2)
-    stage = frame.f_locals.get("stage")
-    assert isinstance(stage, RunningStage), "process_dataloader is called by Lightning's _process_dataloader alone"
-    return stage

@@ -17,6 +17,10 @@ class NoRoomError(StrategyError):
     """A run would take more memory or disk than there is; it was refused before it took any."""
 
 
+class MeshError(StrategyError):
+    """The ranks that were started cannot be arranged as the strategy asks for."""
+
+
 class GradientError(StrategyError):
     """A gradient is missing, late, or was set behind the engine's back."""
 

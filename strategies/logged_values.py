@@ -15,6 +15,9 @@ _REDUCTIONS = {f"{f.__module__}.{f.__name__}": f for f in (min, max, sum, torch.
 """All that Lightning takes, by the name that a checkpoint has: nothing else is looked up for it."""
 _PLAIN = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "metric_attribute")
 
+LOSS_WEIGHT = "_shardlight_weight"
+"""Attribute of a tensor that is a mean: what it was taken over."""
+
 
 def logged_state(trainer: pl.Trainer, in_epoch: bool) -> dict[str, Any]:
     """Returns, as plain data and tensors, what this rank keeps in a checkpoint.

@@ -15,6 +15,7 @@ from shardlight.strategies.engine.choices import (
     Transport,
 )
 from shardlight.strategies.engine.offload import Offload, Tier
+from shardlight.strategies.engine.pipeline.schedules import check_setting
 from shardlight.strategies.engine.plan import PLANS, Reduce
 from shardlight.strategies.errors import StrategyError
 
@@ -132,13 +133,63 @@ class InfinityOptions(EngineOptions):
     """Bytes of one tensor of a range."""
 
 
-OPTIONS: dict[str, type[EngineOptions]] = {**dict.fromkeys(PLANS, EngineOptions), "infinity": InfinityOptions}
+ROWS = ("ddp", "zero1", "zero2", "zero3")
+"""The row of the ZeRO table for each value of the option `zero`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(EngineOptions):
+    """Options of pipeline: how a model is cut into stages, and in which order micro-batches go through them."""
+
+    stages: int = 2
+    """Ranks that a batch goes through. The other factor of the number of ranks see different data."""
+
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"] = "1f1b"
+    """In which order a rank runs forwards and backwards. `gpipe`: all forwards first (most memory). `1f1b`: a backward
+    as soon as one can come. `interleaved_1f1b`: the same with several stages per rank, for a smaller bubble and more
+    messages. `zb_h1`, `zbv`: backward in two parts, of which one fills what would be idle time. `auto`: the fastest on
+    paper. `shardlight schedule CONFIG` draws them."""
+
+    micro_batches: int | None = None
+    """Parts of each rank's batch that go through the stages one after the other. Unset: twice the stages."""
+
+    chunks: int | None = None
+    """interleaved_1f1b: stages per rank. Unset: 2."""
+
+    balance: tuple[int, ...] = ()
+    """Blocks of each stage, e.g. [5, 7]. Empty: so that the busiest rank has least to do, by sizes of matrices."""
+
+    blocks: str | None = None
+    """Name of the list of blocks that is cut, where the model has several, e.g. model.decoder.layers."""
+
+    everywhere: tuple[str, ...] = ()
+    """Names of modules or parameters outside of the blocks that every stage has, e.g. an embedding that blocks of later
+    stages are given; their gradients are added up over the stages."""
+
+    zero: Literal[0, 1, 2, 3] = 1
+    """What the ranks of one stage shard among them, as ddp, zero1, zero2 and zero3 do."""
+
+    keep_gathered: KeepGathered = "window"
+    """zero: 3: how long a unit's weights stay, as under zero3. `window`: they are gathered once per step, whatever the
+    number of micro-batches."""
+
+    @property
+    def per_batch(self) -> int:
+        """Micro-batches of a batch."""
+        return 2 * self.stages if self.micro_batches is None else self.micro_batches
+
+
+OPTIONS: dict[str, type[EngineOptions]] = {
+    **dict.fromkeys(PLANS, EngineOptions),
+    "infinity": InfinityOptions,
+    "pipeline": PipelineOptions,
+}
 """What options each strategy has, by its name in a config."""
 
 ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
-    "shard_group": (("zero1", "zero2", "zero3", "infinity"), "{} shards nothing"),
-    "keep_gathered": (("zero3", "infinity"), "the weights of {} are always there"),
-    "keep_small": (("zero3", "infinity"), "the weights of {} are always there"),
+    "shard_group": (("zero1", "zero2", "zero3", "infinity", "pipeline"), "{} shards nothing"),
+    "keep_gathered": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
+    "keep_small": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
     "offload": (("zero1", "zero2", "zero3"), "{} has options of its own for it, or shards nothing"),
 }
 """Options that mean something to some strategies only: which, and why not to the others."""
@@ -208,6 +259,19 @@ def _check_offload(options: EngineOptions, strategy: str) -> None:
         )
 
 
+def _check_pipeline(options: EngineOptions) -> None:
+    if not isinstance(options, PipelineOptions):
+        return
+    for name in ("stages", "micro_batches"):
+        value = getattr(options, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise StrategyError(f"{name}={value!r} must be at least 1.")
+    if options.zero not in range(len(ROWS)):
+        raise StrategyError(f"zero={options.zero!r} is not an option of pipeline: use 0, 1, 2 or 3.")
+    if options.schedule != "auto":
+        check_setting(options.schedule, options.stages, options.per_batch, options.chunks)
+
+
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:
     """Makes the options of a strategy from keyword arguments.
 
@@ -238,6 +302,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         raise StrategyError(f"keep_small={options.keep_small!r} must be 0 or more elements.")
     _refuse_without_use(options, strategy)
     _check_offload(options, strategy)
+    _check_pipeline(options)
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

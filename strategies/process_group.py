@@ -7,11 +7,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardlight.strategies.engine.collectives import EngineGroups, let_go_of_groups
+from shardlight.strategies.engine.collectives import let_go_of_groups
+from shardlight.strategies.engine.groups import EngineGroups
+from shardlight.strategies.engine.mesh import Mesh
 from shardlight.strategies.errors import LaunchError, StrategyError
 
 STORE_VARIABLE = "SHARDLIGHT_STORE"
@@ -58,48 +62,69 @@ def start_process_group(
 def _end() -> None:
     # A group ends its threads when the last reference to it goes; one that is left to the interpreter's own end aborts.
     let_go_of_groups()
-    _engine_groups.clear()
+    _groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
 
 
-_engine_groups: dict[tuple[str, float, int], tuple[dist.ProcessGroup | None, EngineGroups]] = {}
-"""By backend, timeout and size of a shard group: the default group they were made in, and the groups."""
+_groups: dict[tuple[str, float, tuple[tuple[int, ...], ...]], tuple[dist.ProcessGroup | None, Any]] = {}
+"""By backend, timeout and the ranks of each: the default group they were made in, and this rank's."""
 
 
-def engine_groups(backend: str, timeout_s: float, shard_size: int | None = None) -> EngineGroups:
-    """Returns groups for the collectives of the engine alone: all ranks, and what `shard_size` cuts them into.
+def engine_groups(
+    backend: str,
+    timeout_s: float,
+    shard_size: int | None = None,
+    mesh: Mesh | None = None,
+    joint: Collection[tuple[int, ...]] = (),
+) -> EngineGroups:
+    """Returns groups for the collectives of the engine alone: all ranks, and what `shard_size` and `mesh` make of them.
 
     Shard groups are `shard_size` ranks that follow each other; ranks at one place of all shard groups are a replicate
     group. Collective. One Trainer after the other uses the same: a gloo group has threads and sockets, which stay until
     the process ends.
 
+    Args:
+        mesh: None: all ranks hold the same parameters.
+        joint: sets of stages that share parameters.
     Raises: StrategyError: the number of ranks does not divide by `shard_size`.
     """
-    ranks = dist.get_world_size()
+    mesh = mesh or Mesh(1, dist.get_world_size())
+    ranks, rank = mesh.data, dist.get_rank()
     size = shard_size or ranks
     if ranks % size:
         fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise StrategyError(
             f"strategy.shard_group: {size}: {ranks} ranks do not divide into groups of {size}. Use one of {fit}."
         )
-    made_in, groups = _engine_groups.get((backend, timeout_s, size), (None, None))
-    if groups is None or made_in is not dist.group.WORLD:
 
-        def new(lists: list[list[int]]) -> dist.ProcessGroup:
-            # Every rank makes every group, in one order.
-            made = [dist.new_group(r, timeout=timedelta(seconds=timeout_s), backend=backend) for r in lists]
-            return next(g for g, r in zip(made, lists, strict=True) if dist.get_rank() in r)
+    def new(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        return _own_group(backend, timeout_s, lists)
 
-        world = new([list(range(ranks))])
-        if size == ranks:
-            groups = EngineGroups(world)
-        else:
-            shard = new([list(range(first, first + size)) for first in range(0, ranks, size)])
-            groups = EngineGroups(world, shard, new([list(range(place, ranks, size)) for place in range(size)]))
-        _engine_groups[backend, timeout_s, size] = dist.group.WORLD, groups
-    return groups
+    stages = mesh.stages()
+    world, shard, replicate = None if ranks == 1 else new(stages), None, None
+    if size != ranks:
+        shard = new([stage[first : first + size] for stage in stages for first in range(0, ranks, size)])
+        replicate = new([stage[place::size] for stage in stages for place in range(size)])
+    if mesh.pipeline == 1:
+        return EngineGroups(world, shard, replicate)
+    everyone, pipeline = new([range(mesh.size)]), new(mesh.pipelines())
+    held = {stages: new(mesh.ranks_of([stages])) for stages in sorted(joint)}
+    own = {stages: group for stages, group in held.items() if mesh.stage(rank) in stages}
+    return EngineGroups(world, shard, replicate, everyone, pipeline, own)
+
+
+def _own_group(backend: str, timeout_s: float, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Returns this rank's of the groups of these ranks; None: it is in none."""
+    key = backend, timeout_s, tuple(map(tuple, lists))
+    made_in, group = _groups.get(key, (None, None))
+    if made_in is not dist.group.WORLD:
+        # Every rank makes every group, in one order.
+        made = [dist.new_group(list(r), timeout=timedelta(seconds=timeout_s), backend=backend) for r in lists]
+        group = next((g for g, r in zip(made, lists, strict=True) if dist.get_rank() in r), None)
+        _groups[key] = dist.group.WORLD, group
+    return group
 
 
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:

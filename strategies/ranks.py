@@ -114,6 +114,9 @@ class RankCalls(DDPStrategy):
             return
         if self._engine is not None:
             self.engine.agreement.meet(f"barrier {name or ''}".strip())
+            if self.engine.ranks.pipeline.world_size > 1:
+                here = torch.zeros(1, dtype=torch.int64, device=self.root_device)
+                self.engine.everyone.gather_small(here, f"barrier {name or ''}".strip())
         else:
             super().barrier(name, *args, **kwargs)
 
@@ -121,7 +124,7 @@ class RankCalls(DDPStrategy):
         """Returns rank `src`'s object on all ranks."""
         if self._engine is not None:
             self.engine.agreement.meet("broadcast")
-            return self.engine.collectives.gather_objects(obj if self.global_rank == src else None, "broadcast")[src]
+            return self.engine.everyone.gather_objects(obj if self.global_rank == src else None, "broadcast")[src]
         return super().broadcast(obj, src)
 
 

@@ -19,6 +19,7 @@ CLASSES = {
     "zero2": "ZeRO2",
     "zero3": "ZeRO3",
     "infinity": "Infinity",
+    "pipeline": "Pipeline",
 }
 """By the name that `Trainer(strategy=...)` knows."""
 

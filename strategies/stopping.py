@@ -95,7 +95,7 @@ class StopTogether:
         ending, stop = self._received, self._trainer.should_stop
         if self._trainer.world_size > 1:
             self._engine.agreement.meet(point)
-            row = torch.tensor([int(ending), int(stop)], dtype=torch.int64, device=self._engine.collectives.device)
-            ending, stop = self._engine.collectives.gather_small(row, point).view(-1, 2).any(dim=0).tolist()
+            row = torch.tensor([int(ending), int(stop)], dtype=torch.int64, device=self._engine.everyone.device)
+            ending, stop = self._engine.everyone.gather_small(row, point).view(-1, 2).any(dim=0).tolist()
         self._ending = self._ending or ending
         self._trainer.should_stop = stop

@@ -5,6 +5,7 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054).
 
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.pipeline import Pipeline
 
 
 class Single(ShardedStrategy):
@@ -46,5 +47,7 @@ class Infinity(ShardedStrategy):
     plan = PLANS["infinity"]
 
 
-STRATEGIES: dict[str, type[ShardedStrategy]] = {s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3, Infinity)}
+STRATEGIES: dict[str, type[ShardedStrategy]] = {
+    s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3, Infinity, Pipeline)
+}
 """By the name in a config file, and in `Trainer(strategy=...)`."""

@@ -45,7 +45,7 @@ class Data(FaultyData):
         return self.val_dataloader()
 
     def predict_dataloader(self):
-        return DataLoader([{"number": torch.tensor(float(n))} for n in range(7)], 2)
+        return DataLoader([{"number": torch.tensor(float(n))} for n in range(7)], batch_size=2)
 """
 CONFIG = """\
 module: {class: shardlight_test_cli.Model}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from harness import RanksFailedError, run_ranks
-from shardlight.framework.resume import VARIABLE, Choice, Resume, choose, hold, tidy_up, way_on
+from shardlight.framework.resume import VARIABLE, Choice, Resume, choose, hold, tidy_up
 from shardlight.strategies.checkpoint.candidates import find, tidy
 from shardlight.strategies.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from shardlight.strategies.errors import CheckpointError
@@ -39,13 +39,6 @@ def test_the_newest_run_comes_first_and_in_it_the_highest_step(tmp_path):
     assert names(found, tmp_path) == [f"001/checkpoints/{n}" for n in ("last", "step-10", "step-9")]
     assert found.skipped == ()
     assert find([]).paths == () == find([tmp_path / "002", tmp_path / "nowhere"]).paths
-
-
-def test_a_training_that_ended_early_is_told_how_to_go_on(tmp_path):
-    assert way_on(tmp_path) == []
-    put(tmp_path / "checkpoints" / "step-2")
-    (tmp_path / "checkpoints" / "step-3").mkdir()
-    assert way_on(tmp_path) == [f"To go on from {tmp_path}/checkpoints/step-2: the same command with resume=auto."]
 
 
 def test_a_link_counts_once_and_as_what_it_points_to(tmp_path):

@@ -11,8 +11,8 @@ from loops import rows as rows_of
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.window import load_window
-from shardlight.strategies.engine.collectives import EngineGroups
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.plan import PLANS
 from test_saved_window import assert_same
 from torch import nn

@@ -33,7 +33,7 @@ def open_first(engine: Engine | None, paths: Sequence[Any], fitting: bool) -> Ch
         none is.
     """
     if engine is not None:
-        paths = engine.collectives.gather_objects([str(p) for p in paths], "load_checkpoint")[0]
+        paths = engine.everyone.gather_objects([str(p) for p in paths], "load_checkpoint")[0]
     damaged: list[Path] = []
     for path in paths:
         try:

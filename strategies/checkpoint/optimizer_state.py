@@ -101,8 +101,17 @@ def merge_optimizers(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         states: dict[str, Any] = {}
         for part in everyone:
             states.update(part["states"])
-        merged.append({**everyone[0], "states": states})
+        groups = [{**group, "params": _joined_names(everyone, n)} for n, group in enumerate(everyone[0]["groups"])]
+        merged.append({**everyone[0], "groups": groups, "states": states})
     return merged
+
+
+def _joined_names(everyone: Sequence[Mapping[str, Any]], group: int) -> list[str | None]:
+    """Returns the names of a group's parameters on all ranks: those of one pipeline stage follow those before."""
+    lists = [one["groups"][group]["params"] for one in everyone]
+    if all(names == lists[0] for names in lists):
+        return lists[0]
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
 def refuse_fewer(reader: CheckpointReader, optimizers: Sequence[Optimizer]) -> None:
@@ -168,7 +177,7 @@ class SavedOptimizer:
         self._home = {n: i for i, group in enumerate(self._groups) for n in group["params"] if n is not None}
         here = [local.name(p) for group in self._optimizer.param_groups for p in group["params"]]
         self.fresh = [n for n in here if n is not None and n not in self._home and n not in self._skip]
-        self.unused = [n for n in self._home if n not in set(here)]
+        self.unused = [n for n in self._home if n not in {*here, *self._engine.stages.elsewhere}]
         for name in here:
             state = self._states.get(name or "")
             if state is None or name in self._skip:

@@ -140,7 +140,7 @@ def load_state(engine: Engine, weights: EditedState, state: Mapping[str, Any], s
         state: the module's state dict with the engine's parameters themselves.
     Raises: CheckpointError: before anything is changed: names missing or too many (with `strict`), shapes that differ.
     """
-    report, sources, faults = compare(weights, state)
+    report, sources, faults = compare(weights, state, elsewhere=engine.stages.elsewhere)
     if not strict:
         report = replace(report, missing={}, unexpected={})
     if report.fault(weights.where) or faults:

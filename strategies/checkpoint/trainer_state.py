@@ -48,7 +48,7 @@ def save(
         window: gradients that a later step is to use are in it.
     Raises: CheckpointError: on every rank, when any rank could not write; what was at `path` before is untouched.
     """
-    rank = engine.collectives.rank
+    rank = engine.everyone.rank
     folder = path.with_name(f".{path.name}.writing")
     engine.agreement.meet(f"save_checkpoint {path.name}")
     engine.take_in_changes()
@@ -90,7 +90,7 @@ def together(
         result = work()
     except (OSError, CheckpointError) as error:
         failure = str(error) or repr(error)
-    everyone = engine.collectives.gather_objects((result, failure), f"writing {path.name}")
+    everyone = engine.everyone.gather_objects((result, failure), f"writing {path.name}")
     failures = [f"rank {r}: {f}" for r, (_, f) in enumerate(everyone) if f]
     if failures:
         raise CheckpointError(f"{path}: {fault}. {'; '.join(failures)}")
@@ -112,11 +112,12 @@ def _write_rank(
     folder: Path,
     window: bool,
 ) -> dict[str, Any]:
-    rank = engine.collectives.rank
+    rank = engine.everyone.rank
     writer = RankWriter(rank)
     tensors: dict[str, Tensor] = {}
     content: dict[str, Any] = {"rank": encode(rank_state, f"rank/{rank}", tensors)}
     content["aliases"] = _add_model(engine, checkpoint["state_dict"], writer)
+    content["trainable"] = _trainable(checkpoint["state_dict"])
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
         content["window"] = add_window(engine, writer) if window else None
@@ -152,6 +153,8 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
         else:
             # Parameters are the same on all ranks, which take turns. Buffers may have moved since: rank 0's count.
             turn = replicated % ranks.world_size if isinstance(value, nn.Parameter) else 0
+            if not isinstance(value, nn.Parameter) and not engine.stages.writes(name):
+                continue
             if turn == ranks.rank and piece is not None:
                 writer.add(f"model/{name}", piece[1], engine.full_shape(value))
             elif turn == ranks.rank:
@@ -160,15 +163,25 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
     return aliases
 
 
+def _trainable(state: Mapping[str, Any]) -> list[str]:
+    """Returns the names of trainable parameters, of tied ones the first."""
+    names: dict[int, str] = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            names.setdefault(id(value), name)
+    return list(names.values())
+
+
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     optimizers = [part["optimizers"] for part in parts] if "optimizers" in parts[0] else None
     return {
         "world_size": len(parts),
-        "aliases": parts[0]["aliases"],
+        "aliases": {new: old for part in parts for new, old in part["aliases"].items()},
         "optimizers": None if optimizers is None else merge_optimizers(optimizers),
         "window": [part["window"] for part in parts] if parts[0].get("window") else None,
         "ranks": [part["rank"] for part in parts],
         "trainer": parts[0]["trainer"],
+        "trainable": list(dict.fromkeys(name for part in parts for name in part["trainable"])),
     }
 
 
@@ -187,18 +200,17 @@ def _join(pieces: list[StoredTensor]) -> dict[str, StoredTensor]:
 
 def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns what is good to know of a checkpoint."""
-    names: dict[int, str] = {}
-    for name, value in checkpoint["state_dict"].items():
-        if isinstance(value, nn.Parameter) and value.requires_grad:
-            names.setdefault(id(value), name)
+    ranks = engine.ranks
+    mesh = {"shard": ranks.shard.world_size, "replicate": ranks.replicate.world_size}
+    if ranks.pipeline.world_size > 1:
+        mesh["pipeline"] = ranks.pipeline.world_size
     return {
         "strategy": engine.plan.name,
         "step": checkpoint.get("global_step"),
         "epoch": checkpoint.get("epoch"),
         "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "versions": _versions(),
-        "mesh": {"shard": engine.ranks.shard.world_size, "replicate": engine.ranks.replicate.world_size},
-        "trainable": list(names.values()),
+        "mesh": mesh,
         "hf": encode(describe_models(engine.model), "hf", {}),
         "config": None if config is None else encode(config, "config", {}),
     }
@@ -226,7 +238,7 @@ def verify_together(engine: Engine | None, reader: CheckpointReader, evaluating:
         evaluating: optimizer state and accumulated gradients will not be read.
     Raises: CheckpointError: on every rank: something is damaged, or some rank cannot read it.
     """
-    ranks = None if engine is None else engine.collectives
+    ranks = None if engine is None else engine.everyone
     fault = ""
     try:
         wanted = None if not evaluating else lambda name: not name.startswith(("optimizer/", "gradient/"))
@@ -238,7 +250,7 @@ def verify_together(engine: Engine | None, reader: CheckpointReader, evaluating:
 
 def agree(engine: Engine | None, fault: str, caller: str) -> None:
     """Raises CheckpointError on every rank where any has a fault. Collective."""
-    faults = [fault] if engine is None else engine.collectives.gather_objects(fault, caller)
+    faults = [fault] if engine is None else engine.everyone.gather_objects(fault, caller)
     found = list(dict.fromkeys(f for f in faults if f))
     if found:
         raise CheckpointError(" ".join(found))

@@ -8,7 +8,7 @@ All faults are found, and reported together, before anything is changed.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -280,9 +280,11 @@ def load_weights(
     try:
         weights = open_weights(source)
         if isinstance(weights, SavedModel):
-            ranks = None if engine is None else engine.collectives
+            ranks = None if engine is None else engine.everyone
             weights.verify((0, 1) if ranks is None else (ranks.rank, ranks.world_size))
-        report, sources, faults = compare(weights, state, rename)
+        report, sources, faults = compare(
+            weights, state, rename, frozenset() if engine is None else engine.stages.elsewhere
+        )
         if strict and report.fault(weights.where):
             faults.insert(0, report.fault(weights.where))
             faults.append("Rename with `rename`, or pass strict=False to load what fits.")
@@ -298,12 +300,16 @@ def load_weights(
 
 
 def compare(
-    weights: WeightSource, state: Mapping[str, Tensor], rename: Rename | None = None
+    weights: WeightSource,
+    state: Mapping[str, Tensor],
+    rename: Rename | None = None,
+    elsewhere: Collection[str] = frozenset(),
 ) -> tuple[LoadReport, dict[str, str], list[str]]:
     """Finds where each tensor of a model is in a source.
 
     Args:
         state: the model's tensors by name; tied ones under each of their names.
+        elsewhere: names of the model's that are on other stages of a pipeline, and that a source may have.
     Returns: the report; by one name of each model tensor its name in the source; and faults of any kind that no
         `strict=False` makes good: two tensors for one name, integers for reals, tied weights that differ.
     """
@@ -343,7 +349,7 @@ def compare(
             faults.append(f"{weights.where}: {others} are one tied weight in the model and differ there.")
         sources[names[0]] = there[present[0]]
         loaded += names
-    unexpected = {n: weights.shape(old) for n, old in there.items() if n not in state}
+    unexpected = {n: weights.shape(old) for n, old in there.items() if n not in state and n not in elsewhere}
     report = LoadReport(loaded=tuple(loaded), missing=missing, unexpected=unexpected, mismatched=mismatched)
     return report, sources, faults
 
@@ -419,7 +425,7 @@ def _engine_of(module: nn.Module) -> Engine | None:
 
 def refuse_together(engine: Engine | None, fault: str) -> None:
     """Raises the first rank's fault on every rank."""
-    faults = [fault] if engine is None else engine.collectives.gather_objects(fault, "load_weights")
+    faults = [fault] if engine is None else engine.everyone.gather_objects(fault, "load_weights")
     first = next((f for f in faults if f), "")
     if first:
         raise CheckpointError(first)

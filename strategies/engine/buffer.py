@@ -27,9 +27,10 @@ from operator import attrgetter
 import torch
 from shardlight.ops.registry import OPS
 from shardlight.ops.sums import all_true, scale_and_check, square_sums
-from shardlight.strategies.engine.collectives import Ranks, Transfer
+from shardlight.strategies.engine.collectives import Transfer
 from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
+from shardlight.strategies.engine.groups import Ranks
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
 from shardlight.strategies.engine.tiers import Fetched, Tiers
@@ -57,6 +58,7 @@ class FlatBuffer(FlatWeights):
         tiers: Tiers | None = None,
     ) -> None:
         super().__init__(name, params, plan, ranks, owner, dtypes, tiers)
+        self.reduce: Reduce = reduce
         self.reduce_dtype = dtypes.reduce
         self._reduction: Transfer | None = None
         self._keeps_full_grad = (not plan.shard_gradients or reduce == "window") and not (

@@ -6,7 +6,6 @@ Ranks of one host share memory, see [Note: hosts]; everything else goes over tor
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -46,15 +45,6 @@ def let_go_of_groups() -> None:
         collectives.close()
 
 
-@dataclass(frozen=True)
-class EngineGroups:
-    """The process groups of an engine. Unset: state is sharded over all ranks, and nothing is replicated."""
-
-    world: dist.ProcessGroup | None
-    shard: dist.ProcessGroup | None = None
-    replicate: dist.ProcessGroup | None = None
-
-
 PIECE_BYTES = 8 << 20
 """What arrives at a time in a reduction on CPU; two of these are under way."""
 
@@ -87,6 +77,20 @@ class Transfer:
         finally:
             if opened is not None:
                 end(opened)
+
+
+class Message:
+    """A tensor on its way to or from one other rank; it is kept until then."""
+
+    def __init__(self, collectives: "Collectives", work: Any, tensor: Tensor, caller: str) -> None:
+        self._collectives = collectives
+        self._work = work
+        self._tensor = tensor
+        self._caller = caller
+
+    def wait(self) -> None:
+        """Returns when it has arrived. Raises: CollectiveError: the peer was lost or did not send in time."""
+        self._collectives._wait([self._work], self._caller)
 
 
 class Collectives:
@@ -335,6 +339,22 @@ class Collectives:
         self.all_gather(padded, own, caller)
         tensor.copy_(padded[: tensor.numel()])
 
+    def start_send(self, tensor: Tensor, peer: int, tag: int, caller: str) -> "Message":
+        """Starts to send a contiguous tensor to one rank of the group, which receives it with the same tag."""
+        self._count("send", tensor.nbytes)
+        return self._message("send", tensor, peer, tag, caller)
+
+    def start_receive(self, into: Tensor, peer: int, tag: int, caller: str) -> "Message":
+        """Starts to receive what `peer` sends with the same tag, and of the same size, into a contiguous tensor."""
+        return self._message("recv", into, peer, tag, caller)
+
+    def _message(self, kind: str, tensor: Tensor, peer: int, tag: int, caller: str) -> "Message":
+        group = self.group
+        assert group is not None
+        plain = real_view(tensor) if tensor.dtype != torch.bool else tensor.view(torch.uint8)
+        with self._named(caller):
+            return Message(self, getattr(group, kind)([plain], peer, tag), plain, caller)
+
     def all_to_all(self, into: Sequence[Tensor], parts: Sequence[Tensor], caller: str) -> None:
         """Sends parts[r] to each rank r, and fills into[r] with what r sent to this rank; sizes differ as they like.
 
@@ -434,17 +454,3 @@ class Collectives:
                 f"rank {self.rank} of {self.world_size}: '{caller}' failed: a peer was lost or did not arrive in time "
                 f"({str(error).splitlines()[0]}). Look at the other ranks' output for the cause."
             ) from error
-
-
-class Ranks:
-    """The collectives of an engine: over all ranks, those that share one set of shards, and those that hold the same.
-
-    With hybrid sharding (Zhang et al. 2022, MiCS, arXiv 2205.00119) a shard group has all shards of the model, and
-    gradients of shards are added up over the replicate groups; else there is one shard group, and no replica.
-    """
-
-    def __init__(self, groups: EngineGroups, device: torch.device | str = "cpu", transport: Transport = "auto") -> None:
-        self.world = Collectives(groups.world, device, transport=transport)
-        shard = groups.shard
-        self.shard = self.world if shard is None else Collectives(shard, device, self.world, transport)
-        self.replicate = Collectives(groups.replicate, device, self.world, transport)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.choices import KeepGathered, MomentsDtype, OptimizerKernel, Transport
-from shardlight.strategies.engine.collectives import EngineGroups, Ranks
 from shardlight.strategies.engine.deferred.tensors import home_of, materialise_buffers
 from shardlight.strategies.engine.dtypes import AS_THEY_ARE, DtypePolicy
 from shardlight.strategies.engine.final_gradients import FinalGradients
 from shardlight.strategies.engine.gradients import Gradients
+from shardlight.strategies.engine.groups import EngineGroups, Ranks
 from shardlight.strategies.engine.kernels import why_not_compiled, why_unknown
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.offload import Offload
@@ -40,7 +40,7 @@ from shardlight.strategies.engine.replicas import Replicas
 from shardlight.strategies.engine.tiers import open_tiers
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
-from shardlight.strategies.engine.units import UnitTable
+from shardlight.strategies.engine.units import ONE_STAGE, Stages, UnitTable
 from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError, StrategyError
@@ -66,6 +66,7 @@ class Engine:
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
         keep_gathered, keep_small, collectives, optimizer_kernel, moments_dtype, offload: see EngineOptions.
+        stages: of a model that is one stage of a pipeline, which blocks and which shared parameters it has.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -84,6 +85,7 @@ class Engine:
         optimizer_kernel: OptimizerKernel = "auto",
         moments_dtype: MomentsDtype | None = None,
         offload: Offload | None = None,
+        stages: Stages = ONE_STAGE,
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -96,6 +98,9 @@ class Engine:
         groups = group if isinstance(group, EngineGroups) else EngineGroups(group)
         self.ranks = Ranks(groups, device, collectives)
         self.collectives = self.ranks.world
+        """Over the ranks that have the same parameters; `everyone`: over all, also those of other pipeline stages."""
+        self.everyone = self.ranks.everyone
+        self.stages = stages
         self.agreement = Agreement(self.collectives, self)
         self._had: dict[int, bool] = {}
         """By unit that is being gathered: whether this rank had it gathered already."""
@@ -104,7 +109,16 @@ class Engine:
         with torch.no_grad():
             materialise_buffers(model)
             self.table = UnitTable(
-                model, plan, reduce or plan.reduce, unit_classes, self.ranks, self, dtypes, keep_small, self.tiers
+                model,
+                plan,
+                reduce or plan.reduce,
+                unit_classes,
+                self.ranks,
+                self,
+                dtypes,
+                keep_small,
+                self.tiers,
+                stages,
             )
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement, keep_gathered)
@@ -313,7 +327,7 @@ class Engine:
         self.gradients.adopt()
         self.weights.release_for_step()
         self.take_in_changes()
-        if not self.window.total_weight and any(self.window.used):
+        if not self.window.total_weight and self.window.any_used:
             self.open_window()
             return StepResult.NO_WEIGHT
         numbers = self.local_parameters.numbers_of(optimizer)

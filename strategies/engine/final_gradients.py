@@ -46,9 +46,7 @@ class FinalGradients:
             if self._table.plan.shard_optimizer:
                 self._agreement.meet("gradient norm")
             with torch.no_grad():
-                self._window.norms[key] = norms.global_norm(
-                    self._table.buffers, used, norm_type, self._table.ranks.shard
-                )
+                self._window.norms[key] = norms.global_norm(self._table.buffers, used, norm_type, self._table.ranks)
         return self._window.norms[key]
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -117,13 +115,14 @@ class FinalGradients:
             ends = [torch.stack(real_view(in_memory(f)).aminmax()) for f in flats if f is not None and f.numel()]
             finite = all_true([torch.isfinite(e).all() for e in ends])
         self._agreement.meet("finite gradients")
-        row = torch.tensor([int(finite)], dtype=torch.int64, device=self._table.collectives.device)
-        if self._table.collectives.gather_small(row, "finite gradients").all():
+        ranks = self._table.ranks.everyone
+        row = torch.tensor([int(finite)], dtype=torch.int64, device=ranks.device)
+        if ranks.gather_small(row, "finite gradients").all():
             return []
         mine = []
         for number in sorted(numbers):
             gradient = self._local.gradient(number)
             if self._window.used[number] and gradient is not None and not torch.isfinite(gradient).all():
                 mine.append(self._table.names[number])
-        everyone = self._table.collectives.gather_objects(mine, "finite gradients")
+        everyone = ranks.gather_objects(mine, "finite gradients")
         return list(dict.fromkeys(name for names in everyone for name in names))

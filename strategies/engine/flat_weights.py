@@ -9,11 +9,12 @@ from shardlight.ops.bits import bits, same_bits
 from shardlight.ops.crc32 import crc32
 from shardlight.ops.sums import CHUNK, cast
 from shardlight.strategies.engine.backing import MOVED_FROM_BYTES, Backing, HeapBacking, back
-from shardlight.strategies.engine.collectives import Ranks, Transfer
+from shardlight.strategies.engine.collectives import Transfer
 from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import become, home_of, write_values
 from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.dtypes import master_dtype
+from shardlight.strategies.engine.groups import Ranks
 from shardlight.strategies.engine.layout import FlatLayout, Piece
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.released import Owner, ReleasedParameter, mark, marked_class

@@ -83,10 +83,14 @@ class Gradients:
         unit.fired.add(number)
         if len(unit.fired) >= unit.expected:
             unit.fired.clear()
-            if self.table.reduce == "micro_batch":
+            if self.table.reduce == "micro_batch" and unit.stages is None:
                 self._need_reduction(unit)
             if self.table.plan.shard_parameters and unit.may_release():
                 unit.release()
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Takes a gradient that was put into `parameter.grad` without a hook being called."""
+        self._arrived(parameter, self.table.number_of_id[id(parameter)])
 
     def _need_reduction(self, unit: Unit) -> None:
         kind = Need.REDUCE_SUMS if any(b.holds_a_sum() for b in unit.buffers) else Need.REDUCE
@@ -129,19 +133,9 @@ class Gradients:
             loss_scale: what the loss is multiplied by on its way through backward; the first one of a window counts.
         Raises: GradientError: see Window.
         """
-        if self.window.closed and self.table.reduce == "micro_batch":
-            # A rank that is ahead would add to gradients that one still in forward has not put away.
-            self._agreement.meet("start of an accumulation window")
-        if self.window.stepped:
-            self.open_window()
-        elif self.window.closed:
-            self._go_on()
-        else:
-            self._hide()
+        self.begin(loss_scale)
         self.window.add_loss(loss.detach() * (factor or 1.0), weight, factor)
         with self.running_backward():
-            if self.window.loss_scale is None:
-                self.window.loss_scale = loss_scale
             share = self.window.loss_scale * (1.0 if weight is None else weight)
             if factor is not None and factor != self.window.factor:
                 # A window that was saved goes on with other windows: what it holds is in the units it began with.
@@ -151,6 +145,20 @@ class Gradients:
         if factor is None:
             self._tell_arrived()
             self._show_pending()
+
+    def begin(self, loss_scale: float = 1.0) -> None:
+        """Makes ready for the backwards of a micro-batch: opens a window, or goes on in one. Collective."""
+        if self.window.closed and self.table.reduce == "micro_batch":
+            # A rank that is ahead would add to gradients that one still in forward has not put away.
+            self._agreement.meet("start of an accumulation window")
+        if self.window.stepped:
+            self.open_window()
+        elif self.window.closed:
+            self._go_on()
+        else:
+            self._hide()
+        if self.window.loss_scale is None:
+            self.window.loss_scale = loss_scale
 
     def _tell_arrived(self) -> None:
         """Lets every rank show the gradients that any has, where each keeps a part of their sum to drop."""
@@ -178,7 +186,7 @@ class Gradients:
             unit.fired.clear()
             unit.awaiting = 0
         for unit in reversed(self.table.units):
-            if self.table.reduce == "micro_batch" and any(b.touched for b in unit.buffers):
+            if self.table.reduce == "micro_batch" and unit.stages is None and any(b.touched for b in unit.buffers):
                 self._need_reduction(unit)
         if self.table.reduce == "micro_batch" or self.table.plan.shard_parameters:
             self._agreement.meet("end of backward")
@@ -249,12 +257,14 @@ class Gradients:
         )
         rows = self.table.collectives.gather_small(row, "end of the accumulation window").cpu()
         buffers_changed, several = self.window.close(rows, n_params)
+        several_shared = self._agree_with_stages()
         scale = self.window.factor / self.window.total_weight if self.window.total_weight else 0.0
         scale /= self.window.loss_scale or 1.0
         with torch.no_grad():
             written = [b for b, by_any in zip(self.table.buffers, self.window.written, strict=True) if by_any]
-            if self.table.reduce == "window":
-                self._reduce_window(written, several)
+            self._reduce_window([b for b in written if b.reduce == "window" and b.ranks is self.table.ranks], several)
+            for ranks in self.table.ranks.joint.values():
+                self._reduce_window([b for b in written if b.ranks is ranks], several_shared)
             finite = [buffer.finish(scale) for buffer in written]
             self.window.check_complete(self.table.names)
             self.show()
@@ -262,6 +272,27 @@ class Gradients:
                 self.window.finite = frozenset(range(n_params)), self.versions()
             if buffers_changed:
                 self._replicas.synchronise()
+
+    def _agree_with_stages(self) -> bool:
+        """Learns what other stages of a pipeline have written; returns whether one has sums of shared gradients."""
+        ranks, several = self.table.ranks, False
+        for joint in ranks.joint.values():
+            buffers = [(i, b) for i, b in enumerate(self.table.buffers) if b.ranks is joint]
+            numbers = [n for _, b in buffers for n in b.numbers]
+            row = [any(b.holds_a_sum() for _, b in buffers), *(self.window.written[i] for i, _ in buffers)]
+            row += [self.window.used[n] for n in numbers]
+            mine = torch.tensor(row, dtype=torch.int64, device=joint.world.device)
+            there = joint.world.gather_small(mine, "gradients that stages share").any(dim=0).tolist()
+            several = several or there[0]
+            for (index, _), written in zip(buffers, there[1:], strict=False):
+                self.window.written[index] = written
+            for number, used in zip(numbers, there[1 + len(buffers) :], strict=True):
+                self.window.used[number] = used
+        self.window.any_used = any(self.window.used)
+        if ranks.pipeline.world_size > 1:
+            mine = torch.tensor([int(self.window.any_used)], dtype=torch.int64, device=ranks.pipeline.device)
+            self.window.any_used = bool(ranks.pipeline.gather_small(mine, "gradients of other stages").any())
+        return several
 
     # --- for checkpoints
 

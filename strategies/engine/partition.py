@@ -1,6 +1,6 @@
 """Cuts a model into units: the parameters that are gathered and reduced together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardlight.strategies.errors import StrategyError
@@ -32,9 +32,13 @@ class UnitSpec:
     """One of the model's blocks, and not one of the modules around them."""
     whole: bool = False
     """Its parameters stay on every rank, whatever becomes of the others."""
+    stages: tuple[int, ...] | None = None
+    """The stages of a pipeline that share its parameters; None: this stage alone has them."""
 
 
-def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSpec]:
+def find_units(
+    model: nn.Module, class_names: Sequence[str] = (), blocks: Sequence[tuple[str, nn.Module]] | None = None
+) -> list[UnitSpec]:
     """Returns the units of `model` in the order of its parameters; every floating or complex parameter is in one.
 
     By default each block of every outermost list of like modules (ModuleList or Sequential with two or more children of
@@ -44,9 +48,11 @@ def find_units(model: nn.Module, class_names: Sequence[str] = ()) -> list[UnitSp
 
     Args:
         class_names: names of module classes; each outermost module of such a class is a unit instead of the blocks.
+        blocks: the model's blocks with their names, where they are known; None: they are looked for.
     Raises: StrategyError: a class name matches no module, or a parameter has no shape yet (lazy modules).
     """
-    blocks = _named_blocks(model, class_names) if class_names else _repeated_blocks(model)
+    found = _repeated_blocks(model) if blocks is None else list(blocks)
+    blocks = _named_blocks(model, class_names) if class_names else found
     taken: set[int] = set()
     units: list[UnitSpec] = []
     for name, block in blocks:
@@ -73,6 +79,25 @@ def set_small_apart(units: list[UnitSpec], most: int) -> list[UnitSpec]:
         small.params += [(n, p) for n, p in unit.params if p.numel() <= most]
         rest.append(replace(unit, params=[(n, p) for n, p in unit.params if p.numel() > most]))
     return [*rest, small] if small.params else units
+
+
+def set_shared_apart(units: list[UnitSpec], stages: Mapping[str, tuple[int, ...]]) -> list[UnitSpec]:
+    """Returns the units without the parameters that other stages have too, and one more for each set of stages.
+
+    Args:
+        stages: by name of a parameter, the stages that share it.
+    """
+    apart: dict[tuple[int, ...], UnitSpec] = {}
+    rest = []
+    for unit in units:
+        for name, parameter in unit.params:
+            if name in stages:
+                own = UnitSpec(f"parameters of stages {', '.join(map(str, stages[name]))}", whole=True)
+                shared = apart.setdefault(stages[name], own)
+                shared.stages = stages[name]
+                shared.params.append((name, parameter))
+        rest.append(replace(unit, params=[(n, p) for n, p in unit.params if n not in stages]))
+    return [*rest, *(apart[key] for key in sorted(apart))] if apart else units
 
 
 def _take(unit: UnitSpec, name: str, parameter: nn.Parameter, taken: set[int]) -> None:

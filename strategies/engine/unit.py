@@ -106,6 +106,8 @@ class Unit:
         """A recomputation that we do not see into may still need frozen weights: see [Note: recomputation]."""
         self.recomputed = False
         """Its modules' forward ran again within this backward, as a part of something larger that is recomputed."""
+        self.stages: tuple[int, ...] | None = None
+        """The stages of a pipeline that share its parameters; these are reduced when a window ends, by all of them."""
         self.several = False
         """Whether several modules use it one after the other."""
         self.awaiting = 0

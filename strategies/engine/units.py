@@ -1,14 +1,14 @@
 """All units of a model and where each parameter lies: what the parts of the engine share."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
-from shardlight.strategies.engine.collectives import Ranks
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.flat_weights import BufferDtypes
-from shardlight.strategies.engine.partition import UnitSpec, find_units, set_small_apart
+from shardlight.strategies.engine.groups import Ranks
+from shardlight.strategies.engine.partition import UnitSpec, find_units, set_shared_apart, set_small_apart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
 from shardlight.strategies.engine.tiers import Tiers
@@ -32,6 +32,23 @@ def kinds_of(spec: UnitSpec, compute: Mapping[nn.Parameter, torch.dtype]) -> dic
     return kinds
 
 
+@dataclass(frozen=True)
+class Stages:
+    """What an engine is told of the pipeline that its model is a stage of."""
+
+    blocks: Sequence[tuple[str, nn.Module]] | None = None
+    """The blocks of this stage with their names; None: the model is whole, and they are looked for."""
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of a parameter that other stages have too, the stages that do, in order."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of the parameters that only other stages have."""
+    writes: Callable[[str], bool] = lambda name: True
+    """Whether this stage is the one that writes a module buffer, given its name, to checkpoints."""
+
+
+ONE_STAGE = Stages()
+
+
 class UnitTable:
     """The units, buffers and parameters of one model, in one order that is the same on every rank."""
 
@@ -46,6 +63,7 @@ class UnitTable:
         dtypes: DtypePolicy,
         keep_small: int = 0,
         tiers: Tiers | None = None,
+        stages: Stages = ONE_STAGE,
     ) -> None:
         self.tiers = tiers
         self.plan = plan
@@ -54,8 +72,9 @@ class UnitTable:
         self.reduce: Reduce = reduce
         self.ranks = ranks
         self.collectives = ranks.world
-        specs = find_units(model, unit_classes)
-        self.specs: list[UnitSpec] = set_small_apart(specs, keep_small) if keep_small else specs
+        specs = find_units(model, unit_classes, stages.blocks)
+        specs = set_small_apart(specs, keep_small) if keep_small else specs
+        self.specs: list[UnitSpec] = set_shared_apart(specs, stages.shared) if stages.shared else specs
         self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
         self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
         self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
@@ -76,15 +95,21 @@ class UnitTable:
         }
 
     def _make_unit(self, index: int, spec: UnitSpec, owner: Owner) -> Unit:
-        kinds = kinds_of(spec, self._compute)
+        # The other stages' masters could be asked for at any time, and ranks of different stages agree on nothing then.
+        joint = spec.stages is not None
+        kinds = kinds_of(spec, {} if joint and self._dtypes.mixed else self._compute)
+        reduce: Reduce = "window" if joint else self.reduce
+        ranks = self.ranks if spec.stages is None else self.ranks.joint[spec.stages]
         buffers = []
         plan = replace(self.plan, shard_parameters=self.plan.shard_parameters and not spec.whole)
         for (_, compute, _), params in kinds.items():
             dtypes = BufferDtypes(
                 compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce, guarded=self._dtypes.guarded
             )
-            buffers.append(FlatBuffer(spec.name, params, plan, self.reduce, self.ranks, owner, dtypes, self.tiers))
+            tiers = None if joint else self.tiers
+            buffers.append(FlatBuffer(spec.name, params, plan, reduce, ranks, owner, dtypes, tiers))
         unit = Unit(index, spec.name, spec.keep, buffers)
+        unit.stages = spec.stages
         unit.several = len(spec.roots) > 1
         if unit.sharded:
             # At once: a model that was built deferred is never whole on any rank.

@@ -55,6 +55,8 @@ class Window:
     """What each loss was multiplied by before backward, against underflow of fp16 gradients; None: no backward yet."""
     used: list[bool] = field(default_factory=list)
     """By parameter number: there is a final gradient."""
+    any_used: bool = False
+    """There is a final gradient, of a parameter of whatever stage."""
     written: list[bool] = field(default_factory=list)
     """By buffer: some rank has written gradients in this window."""
     micro_batches: int = 0

@@ -1,0 +1,466 @@
+"""The pipeline strategy: a model's blocks are cut into stages that micro-batches go through; no model is rewritten.
+
+Every stage runs the user's own `training_step` on each micro-batch ([Note: the cut], engine/pipeline/cut.py). Forwards
+and backwards take turns as the schedule says, so both are run by `training_step` of the strategy; its `backward` only
+makes the gradients final. Each stage has an engine of its own over the ranks that hold it, a row of the ZeRO table.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from shardlight.strategies.base import ShardedStrategy
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.groups import EngineGroups
+from shardlight.strategies.engine.mesh import Mesh
+from shardlight.strategies.engine.pipeline.balance import balance, check_balance
+from shardlight.strategies.engine.pipeline.chain import Chain, find_chain, stage_parameters
+from shardlight.strategies.engine.pipeline.choose import choose
+from shardlight.strategies.engine.pipeline.costs import ModelCosts, PartCosts
+from shardlight.strategies.engine.pipeline.cut import Cut
+from shardlight.strategies.engine.pipeline.runner import Runner
+from shardlight.strategies.engine.pipeline.schedules import Schedule, build
+from shardlight.strategies.engine.plan import PLANS, StatePlan
+from shardlight.strategies.engine.units import Stages
+from shardlight.strategies.errors import PipelineError, StrategyError
+from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, split_batch
+from shardlight.strategies.options import ROWS, PipelineOptions
+from shardlight.strategies.process_group import engine_groups
+from shardlight.strategies.replayed_logs import BatchLoss, ReplayedLogs, share_metrics
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Pipeline(ShardedStrategy):
+    """Stages of a model on different ranks, micro-batches in flight between them; each stage under ZeRO 0 to 3.
+
+    Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473).
+    """
+
+    plan: ClassVar[StatePlan] = StatePlan("pipeline", False, False, False, "window")
+    options: PipelineOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # A window is reduced once, whatever the row: gradients of micro-batches are added up where they arise.
+        self.plan = replace(PLANS[ROWS[self.options.zero]], name="pipeline", reduce="window")  # type: ignore[misc]
+        self._stage: _Stage | None = None
+
+    @classmethod
+    def defers(cls) -> bool:
+        """What other stages hold is never made here."""
+        return True
+
+    # --- the mesh
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the ranks are arranged. Raises: MeshError: they do not divide into the stages."""
+        return Mesh.over(self.world_size, self.options.stages)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that see different data."""
+        return self.mesh.place(self.global_rank)
+
+    @property
+    def data_world_size(self) -> int:
+        """How many ranks see different data."""
+        return self.mesh.data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are dealt to pipelines, not to ranks."""
+        return {"num_replicas": self.data_world_size, "rank": self.data_rank}
+
+    def _configure_launcher(self) -> None:
+        Mesh.over(self.num_processes * self.num_nodes, self.options.stages)
+        super()._configure_launcher()
+
+    def _engine_groups(self) -> EngineGroups | None:
+        if self.world_size == 1:
+            return None
+        joint = self.stage.joint
+        return engine_groups(self._process_group_backend, self.timeout_s, self.options.shard_group, self.mesh, joint)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) ranks decided so."""
+        if self._engine is None or self.world_size == 1:
+            return super().reduce_boolean_decision(decision, all)
+        self.engine.agreement.meet("decision")
+        row = torch.tensor([int(decision)], dtype=torch.int64, device=self.root_device)
+        rows = self.engine.everyone.gather_small(row, "decision")
+        return bool(rows.all() if all else rows.any())
+
+    # --- the cut
+
+    @property
+    def stage(self) -> "_Stage":
+        """What this rank runs. Raises: StrategyError: the Trainer has not set the strategy up yet."""
+        if self._stage is None:
+            raise StrategyError("pipeline: the model is cut in the Trainer's setup (fit, validate, test, predict).")
+        return self._stage
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        super()._refuse(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise PipelineError(
+                f"{type(module).__name__} uses manual optimization: under pipeline the schedule runs the backwards. "
+                "Use automatic optimization, or zero3."
+            )
+        if is_overridden("backward", module):
+            raise PipelineError(
+                f"{type(module).__name__}.backward is overridden: under pipeline the schedule runs the backwards, "
+                "stage by stage. Leave it out, or use zero3."
+            )
+
+    def _cut(self, module: nn.Module) -> Stages:
+        options, mesh = self.options, self.mesh
+        chain = find_chain(module, options.blocks)
+        costs = estimated_costs(module, chain)
+        schedule, counts = self._choose(chain, costs)
+        ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+        ranges = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        by_stage = stage_parameters(module, chain, ranges, options.everywhere)
+        rank = mesh.stage(self.global_rank)
+        on = {
+            place: set().union(*(by_stage[stage] for stage in schedule.stages_of(place)))
+            for place in range(mesh.pipeline)
+        }
+        names = {id(p): n for n, p in module.named_parameters()}
+        where = {n: tuple(place for place in on if n in on[place]) for n in names.values()}
+        shared = {n: places for n, places in where.items() if len(places) > 1}
+        kept = [p for n, p in module.named_parameters() if n in on[rank]]
+        cut = Cut(module, chain, ranges, schedule.stages_of(rank), on[rank], self.root_device)
+        for optimizer in self.optimizers:
+            _keep_only(optimizer, {id(p) for p in kept})
+        own = [(chain.names[i], chain.blocks[i]) for stage in cut.mine for i in ranges[stage]]
+        self._stage = _Stage(cut, schedule, counts, sorted(set(shared.values())))
+        self._say(chain, schedule, counts, costs)
+        return Stages(
+            blocks=own,
+            shared={n: places for n, places in shared.items() if rank in places},
+            elsewhere=frozenset(cut.dropped),
+            writes=_writer_of_buffers(module, chain, ranges, schedule.placement, rank),
+        )
+
+    def _choose(self, chain: Chain, costs: ModelCosts) -> tuple[Schedule, tuple[int, ...]]:
+        options = self.options
+        if options.schedule == "auto":
+            choice = choose(
+                options.stages,
+                options.per_batch,
+                costs,
+                chunks=options.chunks,
+                counts=options.balance or None,
+            )
+            rank_zero_info(f"pipeline: {choice.reason}")
+            taken = choice.taken
+            return build(taken.name, options.stages, options.per_batch, taken.chunks), taken.balance
+        schedule = build(options.schedule, options.stages, options.per_batch, options.chunks)
+        if options.balance:
+            return schedule, check_balance(options.balance, len(chain.blocks), schedule.placement)
+        times = [part.time for part in costs.blocks]
+        return schedule, balance(times, schedule.placement, costs.before.time, costs.after.time)
+
+    def _say(self, chain: Chain, schedule: Schedule, counts: Sequence[int], costs: ModelCosts) -> None:
+        total = sum(p.time for p in (*costs.blocks, costs.before, costs.after)) or 1.0
+        first = 0
+        for stage, count in enumerate(counts):
+            parts = list(costs.blocks[first : first + count])
+            parts += [costs.before] * (stage == 0) + [costs.after] * (stage == len(counts) - 1)
+            share, where = sum(part.time for part in parts) / total, f"{chain.name} {first} to {first + count - 1}"
+            rank_zero_info(
+                f"pipeline: stage {stage}, rank {schedule.placement[stage]}: {where}, "
+                f"{share:.0%} of the work (by sizes of matrices)"
+            )
+            first += count
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cuts the module, shards this rank's stage, and readies what runs the schedule."""
+        super().setup(trainer)
+        stage, module = self.stage, self.lightning_module
+        assert module is not None
+        if stage.runner is None:
+            ranks, mesh = self.engine.ranks, self.mesh
+            stage.runner = Runner(stage.cut, self.engine, stage.schedule.placement)
+            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check)
+            last = stage.schedule.placement[-1]
+            share_metrics(module, ranks.everyone, [mesh.rank(last, place) for place in range(mesh.data)])
+
+    # --- data
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, which is then the first stage's on all stages: whatever augmentation drew on each."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return batch if self._engine is None else _same_batch(batch, self.engine.ranks.pipeline)
+
+    def _cut_batch(self, batch: Any) -> "_Parts":
+        """Cuts a batch into micro-batches, as many on every pipeline. Collective."""
+        module = self.lightning_module
+        own = getattr(module, "split_batch", None)
+        rows = batch_rows(batch) if own is None else self.options.per_batch
+        ranks = self.engine.ranks
+        # Ranks of a stage run the same schedule, also where one's batch has fewer samples than there are parts.
+        most = torch.tensor([min(self.options.per_batch, rows)], dtype=torch.int64, device=self.root_device)
+        parts = int(ranks.world.gather_small(most, "number of micro-batches").min())
+        if not parts:
+            raise PipelineError("a batch has no sample: let the data loader drop it.")
+        split = split_batch(batch, rows, parts) if own is None else list(own(batch, parts))
+        sizes = [batch_rows(part) for part in split]
+        drawn = torch.randint(1 << 60, (1,)).to(self.root_device)
+        seed = int(ranks.pipeline.gather_small(drawn, "random numbers of a batch")[0])
+        stage = self.stage
+        return _Parts(split, sizes, _schedule(stage.schedule, parts), [seed + part for part in range(parts)])
+
+    # --- steps
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs forward and backward of all micro-batches; returns the batch's mean loss, on every stage."""
+        module, engine, stage = self.lightning_module, self.engine, self.stage
+        assert module is not None and stage.runner is not None and stage.logs is not None
+        self._before_batch = engine.window, engine.window.micro_batches
+        if module.trainer.fit_loop.epoch_loop.batch_idx == 0 and not self._keeps_gradients(module):
+            engine.gradients.drop_open_window()
+        parts = self._cut_batch(batch)
+        scale = self.precision_plugin.loss_scale
+        engine.gradients.begin(scale.scale if scale is not None else 1.0)
+        losses = _Losses(parts.sizes, engine.window.loss_scale or 1.0)
+
+        def loss_of(number: int, result: Any) -> Tensor:
+            loss = losses.add(number, result, self._weight)
+            assert stage.logs is not None
+            stage.logs.end(losses.returned, losses.weight_of_last)
+            return loss
+
+        with stage.logs.kept():
+            stage.runner.train(
+                parts.schedule,
+                [("train", batch_kind(part)) for part in parts.batches],
+                self._step_on(self._plain_training_step, parts, args, kwargs),
+                loss_of,
+                parts.seeds,
+            )
+        total = stage.logs.replay(losses.total() if stage.has_last else None, stage.has_last)
+        assert total is not None
+        engine.window.add_loss(torch.tensor(total.mean, dtype=torch.float64), total.weight, 1.0)
+        return torch.tensor(total.mean, dtype=total.dtype, device=self.root_device)
+
+    def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    def _step_on(self, step: Callable[..., Any], parts: "_Parts", args: Any, kwargs: Any) -> Callable[[int], Any]:
+        logs, last = self.stage.logs, self.stage.has_last
+
+        def run(number: int) -> Any:
+            assert logs is not None
+            self._weight = None
+            logs.begin(parts.sizes[number], last)
+            return step(parts.batches[number], *args, **kwargs)
+
+        return run
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Makes gradients final on a stepping batch: `training_step` has run the backwards."""
+        module = self.lightning_module
+        assert module is not None
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not self._blocked:
+            self.engine.close_window()
+        return self.precision_plugin.post_backward(loss, module)
+
+    def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stage = self.stage
+        assert stage.runner is not None and stage.logs is not None
+        batch, *rest = args
+        name = step.__name__
+        with torch.inference_mode(False), torch.no_grad():
+            parts = self._cut_batch(batch)
+
+            kinds = [(name, batch_kind(part)) for part in parts.batches]
+            on_part = self._step_on(step, parts, rest, kwargs)
+            with stage.logs.kept():
+                results = stage.runner.evaluate(parts.schedule, kinds, on_part, stage.logs.end, parts.seeds)
+            stage.logs.replay(None, stage.has_last)
+        self._meet_at_the_end()
+        return join_results(results, parts.sizes) if stage.has_last else None
+
+
+class _Parts:
+    """A batch in micro-batches, with what runs them."""
+
+    def __init__(self, batches: list[Any], sizes: list[int], schedule: Schedule, seeds: list[int]) -> None:
+        self.batches = batches
+        self.sizes = sizes
+        self.schedule = schedule
+        self.seeds = seeds
+
+
+class _Stage:
+    """What this rank runs of the pipeline."""
+
+    def __init__(self, cut: Cut, schedule: Schedule, counts: Sequence[int], joint: list[tuple[int, ...]]) -> None:
+        self.cut = cut
+        self.schedule = schedule
+        self.counts = tuple(counts)
+        self.joint = joint
+        """Sets of ranks of a pipeline that share parameters."""
+        self.has_last: bool = len(schedule.placement) - 1 in cut.mine
+        """Its steps run to their end, and give the loss."""
+        self.runner: Runner | None = None
+        self.logs: ReplayedLogs | None = None
+
+
+class _Losses:
+    """The losses of a batch's micro-batches, on the last stage.
+
+    Args:
+        sizes: samples of each.
+        scale: what each loss is multiplied by on its way through backward.
+    """
+
+    def __init__(self, sizes: Sequence[int], scale: float) -> None:
+        self._sizes = sizes
+        self._scale = scale
+        self._found: list[tuple[Tensor, float, bool]] = []
+        self.returned: Tensor | None = None
+        """What the last step returned as its loss."""
+
+    @property
+    def weight_of_last(self) -> float:
+        """What the last loss was taken over: its weight, or samples."""
+        return self._found[-1][1]
+
+    def add(self, number: int, result: Any, weight: float | None) -> Tensor:
+        """Takes what a step returned; returns what to backpropagate.
+
+        Raises: PipelineError: there is no loss in it, or only some losses of the batch are weighted.
+        """
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PipelineError(
+                f"training_step returned {type(loss).__name__ if not isinstance(loss, Tensor) else tuple(loss.shape)} "
+                "as its loss: return a tensor of one element, or a dict with it as 'loss'. None, to leave a batch out, "
+                "is not possible under pipeline: return a loss of 0 (`logits.sum() * 0`)."
+            )
+        weighted = weight is not None
+        if self._found and self._found[0][2] != weighted:
+            raise PipelineError(
+                "some micro-batches of one batch have weighted losses and others plain ones: use `token_loss` or "
+                "`weighted` in every step, or in none."
+            )
+        size = float(self._sizes[number]) if weight is None else weight
+        self._found.append((loss.detach(), size, weighted))
+        self.returned = loss
+        share = size if weighted else size / sum(self._sizes)
+        return loss * (share * self._scale)
+
+    def total(self) -> BatchLoss:
+        """Returns the batch's mean."""
+        found = [(float(loss), size) for loss, size, _ in self._found]
+        weight = sum(size for _, size in found)
+        mean = sum(loss * size for loss, size in found if size) / weight if weight else 0.0
+        return BatchLoss(mean, weight if self._found[0][2] else None, self._found[0][0].dtype)
+
+
+@cache
+def _schedule(schedule: Schedule, micro_batches: int) -> Schedule:
+    if micro_batches == schedule.micro_batches:
+        return schedule
+    return build(schedule.name, schedule.ranks, micro_batches, schedule.stages // schedule.ranks)
+
+
+def _keep_only(optimizer: Any, kept: set[int]) -> None:
+    """Takes the parameters of other stages out of an optimizer; its groups stay, if need be without any."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    for group in inner.param_groups:
+        names = group.get("param_names")
+        if names is not None:
+            group["param_names"] = [n for n, p in zip(names, group["params"], strict=True) if id(p) in kept]
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+
+
+def _writer_of_buffers(
+    module: nn.Module, chain: Chain, ranges: Sequence[range], placement: Sequence[int], rank: int
+) -> Callable[[str], bool]:
+    """Returns whether this rank's stage is the one that moves a module buffer, given its name."""
+    last = len(ranges) - 1
+    owner, behind = {}, False
+    for name in module.state_dict(keep_vars=True):
+        index = chain.index_of(name)
+        behind = behind or index is not None
+        if index is not None:
+            owner[name] = next(stage for stage, blocks in enumerate(ranges) if index in blocks)
+        else:
+            owner[name] = last if behind else 0
+    return lambda name: placement[owner.get(name, last)] == rank
+
+
+def estimated_costs(module: nn.Module, chain: Chain) -> ModelCosts:
+    """Returns what blocks, embedding and head cost relative to each other, by their matrices: 2 operations per element.
+
+    An embedding is a lookup and costs nothing; a head that is tied to it does.
+    """
+    inside = {id(m) for block in chain.blocks for m in block.modules()}
+    matrices = {
+        id(m): sum(p.numel() for p in m.parameters(recurse=False) if p.dim() > 1)
+        for m in module.modules()
+        if not isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    }
+    blocks = [float(sum(matrices.get(id(m), 0) for m in block.modules())) for block in chain.blocks]
+    order = [id(m) for m in module.modules()]
+    first = min(order.index(id(block)) for block in chain.blocks)
+    outside = [(order.index(key), numel) for key, numel in matrices.items() if key not in inside]
+    before = float(sum(numel for at, numel in outside if at < first))
+    after = float(sum(numel for at, numel in outside if at > first))
+    if not any(blocks):
+        blocks = [1.0] * len(blocks)
+
+    def part(cost: float) -> PartCosts:
+        return PartCosts(forward=cost, backward_input=cost, backward_weight=cost, activation_bytes=cost)
+
+    return ModelCosts(blocks=tuple(map(part, blocks)), before=part(before), after=part(after))
+
+
+def _same_batch(batch: Any, ranks: Collectives) -> Any:
+    """Returns the first stage's batch on all stages. Collective."""
+    if ranks.world_size == 1:
+        return batch
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, lambda t: tensors.append(t) or t)
+    form = repr((batch_kind(batch), _plain(batch)))
+    own = torch.tensor([zlib.crc32(form.encode())], dtype=torch.int64, device=ranks.device)
+    if len(set(ranks.gather_small(own, "batch").view(-1).tolist())) > 1:
+        mine = apply_to_collection(batch, Tensor, Tensor.cpu) if ranks.rank == 0 else None
+        found = ranks.gather_objects(mine, "batch")
+        return apply_to_collection(found[0], Tensor, lambda t: t.to(ranks.device))
+
+    def shared(tensor: Tensor) -> Tensor:
+        # Not into the tensor itself, which a dataset may hold.
+        own = tensor.contiguous() if ranks.rank == 0 else tensor.clone(memory_format=torch.contiguous_format)
+        ranks.broadcast(own, "batch")
+        return own
+
+    return apply_to_collection(batch, Tensor, shared)
+
+
+def _plain(batch: Any) -> Any:
+    """Returns what is in a batch beside tensors."""
+    if isinstance(batch, Tensor):
+        return None
+    if isinstance(batch, dict):
+        return [(key, _plain(value)) for key, value in batch.items()]
+    if isinstance(batch, list | tuple):
+        return [_plain(item) for item in batch]
+    return batch if isinstance(batch, str | int | float | bool | type(None)) else type(batch).__name__
