@@ -13,6 +13,8 @@ from shardlight.framework.described import BrokenModuleError, NoModuleError, Unc
 
 OPAQUE = ("torch", "numpy", "typing", "typing_extensions", "collections", "pathlib", "abc")
 """Packages that are not read: what matters of them is known by name, and none has a class of Lightning."""
+_OWN = __package__.partition(".")[0]
+"""This package: it is no part of a project, also where the project's folder is its repository."""
 _DYNAMIC = {"globals", "vars", "locals", "exec", "setattr", "__getattr__"}
 """A module that uses one of these may have names that its source does not show."""
 
@@ -116,7 +118,9 @@ class Sources:
         return module
 
     def in_project(self, name: str) -> bool:
-        """Whether there is a module of this name in the project's folder."""
+        """Whether there is a module of this name in the project's folder, and none of this package."""
+        if name.partition(".")[0] == _OWN:
+            return False
         try:
             path = self.module(name).path
         except (NoModuleError, UnclearError, BrokenModuleError):

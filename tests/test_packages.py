@@ -1,6 +1,7 @@
 """What a project needs of packages is known before it runs: from its imports, and its pyproject.toml."""
 
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from shardlight.framework.module_source import Sources
@@ -40,3 +41,9 @@ def test_what_the_project_asks_for_counts_where_it_is_imported(tmp_path, depende
 def test_a_package_is_there_by_name_and_version():
     assert installed("torch") and installed("PyYAML>=1")
     assert not installed("numpy>=99") and not installed("shardlight-gone")
+
+
+def test_this_package_is_not_read_for_a_project_that_lies_in_its_repository():
+    root = Path(__file__).resolve().parents[1]
+    read = [module.name for module, _ in Sources(root).reachable("examples.language_model.model")]
+    assert read == ["examples.language_model.model"]
