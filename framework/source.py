@@ -31,6 +31,8 @@ _INT = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_TEXT_ALONE = ("*", "%", "@", "`")
+"""What begins no value in YAML."""
 _JOINED = re.compile(r"([A-Za-z_][\w.-]*):([^\s:/\\].*)")
 
 BROKEN = object()
@@ -260,7 +262,8 @@ def parse_override(text: str) -> tuple[Override | None, list[Fault]]:
             Fault(COMMAND_LINE, f"'{key}' is not a dotted key. Write key.path=value, without spaces."),
         ]
     reading = _Reading(COMMAND_LINE.place, lines=False)
-    node = reading.tree(value)
+    # *.txt: nothing else could begin so, and of the quotes that a file needs a shell leaves none.
+    node = Node(value, reading.origin(0)) if value[:1] in _TEXT_ALONE else reading.tree(value)
     faults += [Fault(fault.origin, f"{key}: {fault.text}") for fault in reading.faults]
     return Override(parts, node), faults
 

@@ -100,6 +100,8 @@ def _value(lines: list[str], opened: int, at: int, problem: str) -> tuple[int, s
     """A value that has to be in quotes."""
     match = _KEY.fullmatch(lines[at])
     value = match[3] if match else None
+    if not match and (item := re.fullmatch(r"\s*- ([%@`*].*)", lines[at])) and "character" in problem:
+        return at, f"a value that begins with {item[1][0]} has to be in quotes. Write - '{item[1]}'."
     if problem.startswith("mapping values are not allowed") and value and ": " in value:
         return at, f"a value with ': ' in it has to be in quotes. Write {match[2]}: '{value}'."
     if value and value[0] in "%@`*&!|>" and ("character" in problem or "alphabetic" in problem):

@@ -141,6 +141,8 @@ def test_an_override_is_read_as_yaml():
     assert str(override.node.origin) == "command line"
     assert parse_override("a=b=c")[0].node.plain() == "b=c"
     assert parse_override("a=")[0].node.plain() is None
+    for text in ("*.txt", "@home", "%d", "`x`"):
+        assert parse_override(f"data.pattern={text}")[0].node.plain() == text
 
 
 @pytest.mark.parametrize(

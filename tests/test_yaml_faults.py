@@ -47,6 +47,7 @@ trainer:
         ("project.Data", "project: Data", "5: a value with ': ' in it has to be in quotes. Write class: 'project: Data'."),
         ("project.Data", "*.py", "5: a value that begins with * has to be in quotes. Write class: '*.py'."),
         ("project.Data", "%d", "5: a value that begins with % has to be in quotes. Write class: '%d'."),
+        ("trainer:", "x:\n  - *.py\ntrainer:", "11: a value that begins with * has to be in quotes. Write - '*.py'."),
         ("max_steps: 100", "max_steps: 100\n---\na: 1", "13: a config is one document. Remove the line ---, or what follows it."),
     ],
 )  # fmt: skip
