@@ -188,12 +188,14 @@ class Saving(RankCalls):
         else:
             saved = trainer_state.load_rank(self._reader, self.global_rank % saved_by)
             self._data_position().loops.resume(saved.get("logged", {}))
-            if saved_by == self.world_size:
+            stages = (self._reader.content.get("mesh") or {}).get("pipeline", 1), self.engine.ranks.pipeline.world_size
+            if saved_by == self.world_size and stages[0] == stages[1]:
                 self._randomness.resume(saved)
                 self._data_position().resume(saved)
             else:
                 notify(
-                    f"{self._reader.path} was saved by {saved_by} ranks and goes on with {self.world_size}: weights "
+                    f"{self._reader.path} was saved by {_arranged(saved_by, stages[0])} and goes on with "
+                    f"{_arranged(self.world_size, stages[1])}: weights "
                     "and optimizer state are the same, and so are the samples that are left of an epoch; random "
                     "numbers, such as those of dropout, and which rank has which sample are not."
                 )
@@ -223,6 +225,10 @@ class Saving(RankCalls):
                 path.unlink() if path.is_file() else remove_folder(path)
             except OSError as error:
                 notify(f"{path} cannot be removed: {error}.")
+
+
+def _arranged(ranks: int, stages: int) -> str:
+    return f"{ranks} ranks" if stages == 1 else f"{ranks} ranks in {stages} stages"
 
 
 def _plain_state(module: nn.Module | None) -> dict[str, Any]:
