@@ -5,6 +5,7 @@ and backwards take turns as the schedule says, so both are run by `training_step
 makes the gradients final. Each stage has an engine of its own over the ranks that hold it, a row of the ZeRO table.
 """
 
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -187,6 +188,9 @@ class Pipeline(ShardedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, shards this rank's stage, and readies what runs the schedule."""
+        if self.data_world_size == 1:
+            # Every rank logs the same, whatever `sync_dist` is.
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
         super().setup(trainer)
         stage, module = self.stage, self.lightning_module
         assert module is not None

@@ -195,7 +195,7 @@ class Saving(RankCalls):
             else:
                 notify(
                     f"{self._reader.path} was saved by {_arranged(saved_by, stages[0])} and goes on with "
-                    f"{_arranged(self.world_size, stages[1])}: weights "
+                    f"{_arranged(self.world_size, stages[1]).removesuffix(' ranks')}: weights "
                     "and optimizer state are the same, and so are the samples that are left of an epoch; random "
                     "numbers, such as those of dropout, and which rank has which sample are not."
                 )
