@@ -54,15 +54,29 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
 
 def outline(config: "Config") -> str:
     """The run in one line: strategy, ranks, samples per step, length."""
-    trainer = config.trainer
+    from shardlight.strategies.options import PipelineOptions
+
+    trainer, options = config.trainer, config.strategy.options
     ranks, accumulate = trainer.world_size, trainer.accumulate_grad_batches or 1
     parts = [f"{config.strategy.name} on {count(ranks, 'rank')}"]
     batch = config.data.argument("batch_size")
+    taken, takers = count(accumulate, "micro-batch", "es"), count(ranks, "rank")
+    if isinstance(options, PipelineOptions):
+        ranks //= options.stages
+        taken, takers = count(accumulate, "batch", "es"), count(ranks, "data rank")  # micro-batches are parts of one
+        parts[0] += f" ({count(options.stages, 'stage')} x {takers})"
     if isinstance(batch, int):
-        terms = f"batch_size {batch} x {count(accumulate, 'micro-batch', 'es')} x {count(ranks, 'rank')}"
-        parts.append(f"{batch * accumulate * ranks} samples per step ({terms})")
+        parts.append(f"{batch * accumulate * ranks} samples per step (batch_size {batch} x {taken} x {takers})")
+    if isinstance(options, PipelineOptions):
+        parts.append(f"each batch in {count(split_of(config), 'micro-batch', 'es')} by {options.schedule}")
     if isinstance(trainer.limit_train_batches, int):
         parts.append(f"{count(-(-trainer.limit_train_batches // accumulate), 'step')} per epoch at most")
     lengths = [count(n, word) for n, word in ((trainer.max_steps, "step"), (trainer.max_epochs, "epoch")) if n]
     parts.append(" or ".join(lengths) + (", whichever ends first" if len(lengths) > 1 else ""))
     return ", ".join(parts)
+
+
+def split_of(config: "Config") -> int:
+    """The parts that a batch of a pipeline is cut into; fewer than the strategy's, where it has fewer samples."""
+    batch, parts = config.data.argument("batch_size"), config.strategy.options.per_batch
+    return min(parts, batch) if isinstance(batch, int) else parts

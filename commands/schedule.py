@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from shardlight.commands.check import Overrides, Trust
+from shardlight.commands.check import Overrides, Trust, split_of
 from shardlight.commands.output import USER_FAULT, Debug, count, fail, make_folder_of, short_errors, wide_console
 
 if TYPE_CHECKING:
@@ -75,12 +75,15 @@ def _times(text: str) -> tuple[float, float, float, float]:
 def _of_config(config: str, overrides: list[str], trust: list[str]) -> _Asked:
     """Returns what the strategy of a config says of its pipeline."""
     from shardlight.framework.config import load
+    from shardlight.strategies.options import PipelineOptions
 
-    strategy = load(config, overrides, trust, imports=False).config.strategy
-    if strategy.name != "pipeline":
-        fail(f"{config}: strategy is {strategy.name}, which has no pipeline schedule. It is for strategy pipeline.")
-    options = strategy.options
-    return _Asked(options.schedule, options.stages, options.micro_batches, options.chunks, tuple(options.balance or ()))
+    loaded = load(config, overrides, trust, imports=False).config
+    name, options = loaded.strategy.name, loaded.strategy.options
+    if not isinstance(options, PipelineOptions):
+        fail(f"{config}: strategy is {name}, which has no pipeline schedule. It is for strategy pipeline.")
+    if not options.balance:
+        typer.echo("strategy.balance is not set: drawn with equal stages. A run prints which blocks each stage gets.\n")
+    return _Asked(options.schedule, options.stages, split_of(loaded), options.chunks, options.balance)
 
 
 def _draw(asked: _Asked, times: tuple[float, float, float, float], png: Path | None) -> None:

@@ -33,7 +33,8 @@ GONE = {
     "test_epoch_end": "on_test_epoch_end",
 }
 """Hooks that Lightning no longer has, and those that came for them."""
-HOOKS = ("configure_optimizers", *STEPS.values(), *(f"{name}_dataloader" for name in LOADERS.values()), *GONE)
+HOOKS = ("configure_optimizers", "split_batch", *STEPS.values(), *GONE)
+HOOKS += tuple(f"{name}_dataloader" for name in LOADERS.values())
 
 UNREADABLE: Any = type("Unreadable", (), {})
 """Stands for a default or an annotation that is there, and that the source does not tell."""

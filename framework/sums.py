@@ -9,6 +9,9 @@ from shardlight.framework.check import BAD, Checker
 from shardlight.framework.described import UNREADABLE, Described
 from shardlight.framework.schema import SECTIONS
 from shardlight.framework.source import Node
+from shardlight.strategies.engine.mesh import Mesh
+from shardlight.strategies.errors import MeshError
+from shardlight.strategies.options import PipelineOptions
 
 
 class Sums:
@@ -30,6 +33,7 @@ class Sums:
         self.nodes = self._number("trainer.num_nodes")
         self.accumulate = self._number("trainer.accumulate_grad_batches")
         self.whole = self._number("trainer.global_batch_size")
+        self.stages = self._stages()
         self.data = targets.get("data")
         self.batch = self._batch()
 
@@ -42,6 +46,27 @@ class Sums:
     def ranks(self) -> str:
         """The terms of `world_size`."""
         return f"trainer.devices {self.devices} x trainer.num_nodes {self.nodes}"
+
+    @property
+    def data_ranks(self) -> Any:
+        """How many batches the ranks take at once, or BAD: those of a pipeline take one."""
+        if BAD in (self.world_size, self.stages) or self.world_size % self.stages:
+            return BAD
+        return self.world_size // self.stages
+
+    @property
+    def terms(self) -> str:
+        """The terms of `data_ranks`."""
+        return self.ranks if self.stages == 1 else f"{self.ranks} / strategy.stages {self.stages}"
+
+    def _stages(self) -> Any:
+        """Ranks that one batch goes through: 1 but for a pipeline."""
+        name = self.tree.find("strategy.name")
+        if name is None or name.value != "pipeline":
+            return 1
+        node = self.tree.find("strategy.stages")
+        value = PipelineOptions.stages if node is None else Checker([]).convert(node, int, "strategy.stages")
+        return value if value is not BAD and value >= 1 else BAD
 
     def _number(self, path: str, least: int = 1) -> Any:
         """A whole number of a section, its default where it is not set, BAD where it is faulty."""
@@ -87,21 +112,21 @@ class Sums:
             text = f"{named.value} has no such argument" if named and self.batch is None else f"it is {self.batch}"
             text = f"trainer.global_batch_size needs data.batch_size, a positive whole number, but {text}."
             self.checker.fault(home, text)
-        if BAD in (self.batch, self.accumulate, self.world_size) or not isinstance(self.batch, int):
+        if BAD in (self.batch, self.accumulate, self.data_ranks) or not isinstance(self.batch, int):
             return None, None
         if self.accumulate is None:
             return self._derived(home)
-        product = self.batch * self.accumulate * self.world_size
+        product = self.batch * self.accumulate * self.data_ranks
         if product != self.whole:
-            terms = f"data.batch_size {self.batch} x trainer.accumulate_grad_batches {self.accumulate} x {self.ranks}"
+            terms = f"data.batch_size {self.batch} x trainer.accumulate_grad_batches {self.accumulate} x {self.terms}"
             text = f"trainer.global_batch_size is {self.whole}, but {terms} = {product}."
             self.checker.fault(home, f"{text} Make them agree, or leave one out.")
         return self.accumulate, None
 
     def _derived(self, home: Node) -> tuple[int, Any]:
-        divisor = self.batch * self.world_size
+        divisor = self.batch * self.data_ranks
         if self.whole % divisor:
-            terms = f"{divisor} = data.batch_size {self.batch} x {self.ranks}"
+            terms = f"{divisor} = data.batch_size {self.batch} x {self.terms}"
             self.checker.fault(home, f"trainer.global_batch_size {self.whole} is not divisible by {terms}.")
         return max(1, self.whole // divisor), home.origin
 
@@ -129,9 +154,30 @@ class Sums:
         self.checker.fault(node, f"{text} Choose {', '.join(others)}, or set both to 1.")
 
     def shard_group(self, node: Node, size: int) -> None:
-        """`strategy.shard_group` (at the node) has to divide the ranks."""
-        if self.world_size is BAD or self.world_size % size == 0:
+        """`strategy.shard_group` (at the node) has to divide the ranks that hold the same parameters."""
+        if self.data_ranks is BAD or self.data_ranks % size == 0:
             return
-        fits = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-        text = f"{self.world_size} ranks do not divide into groups of {size}. Use one of {fits}."
+        fits = [n for n in range(1, self.data_ranks + 1) if self.data_ranks % n == 0]
+        ranks = f"{self.data_ranks} ranks{' of a stage' if self.stages > 1 else ''}"
+        text = f"{ranks} do not divide into groups of {size}. Use one of {fits}."
         self.checker.fault(node, f"strategy.shard_group is {size}: {text}")
+
+    def pipeline(self, node: Node, options: PipelineOptions, own_split: bool) -> None:
+        """The ranks have to divide into stages, and a batch into micro-batches.
+
+        Args:
+            node: of the strategy.
+            own_split: the module cuts batches itself, along whatever it likes.
+        """
+        if BAD not in (self.world_size, self.stages):
+            try:
+                Mesh.over(self.world_size, self.stages)
+            except MeshError as error:
+                at = node.value.get("stages", node.value["name"])
+                self.checker.fault(at, f"strategy.stages is {self.stages}: {self.ranks} = {error}")
+        asked = node.value.get("micro_batches")
+        if asked is None or own_split or not isinstance(self.batch, int) or self.batch < 1:
+            return
+        if options.per_batch > self.batch:
+            text = f"strategy.micro_batches is {options.per_batch}, and data.batch_size only {self.batch}"
+            self.checker.fault(asked, f"{text}. Set it to at most {self.batch}, or data.batch_size to more.")

@@ -15,7 +15,8 @@ from shardlight.strategies.engine.choices import (
     Transport,
 )
 from shardlight.strategies.engine.offload import Offload, Tier
-from shardlight.strategies.engine.pipeline.schedules import check_setting
+from shardlight.strategies.engine.pipeline.balance import check_balance
+from shardlight.strategies.engine.pipeline.schedules import SCHEDULES, check_setting
 from shardlight.strategies.engine.plan import PLANS, Reduce
 from shardlight.strategies.errors import StrategyError
 
@@ -190,7 +191,7 @@ ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
     "shard_group": (("zero1", "zero2", "zero3", "infinity", "pipeline"), "{} shards nothing"),
     "keep_gathered": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
     "keep_small": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
-    "offload": (("zero1", "zero2", "zero3"), "{} has options of its own for it, or shards nothing"),
+    "offload": (("zero1", "zero2", "zero3"), "{} keeps all state on the device, or has options of its own for it"),
 }
 """Options that mean something to some strategies only: which, and why not to the others."""
 
@@ -268,8 +269,34 @@ def _check_pipeline(options: EngineOptions) -> None:
             raise StrategyError(f"{name}={value!r} must be at least 1.")
     if options.zero not in range(len(ROWS)):
         raise StrategyError(f"zero={options.zero!r} is not an option of pipeline: use 0, 1, 2 or 3.")
+    if options.reduce == "micro_batch":
+        raise StrategyError(
+            "reduce='micro_batch' is not for pipeline, whose gradients are reduced once per window. Leave it out."
+        )
+    for name, least in (("shard_group", 1), ("keep_gathered", 3), ("keep_small", 3)):
+        if options.zero < least and getattr(options, name) != getattr(PipelineOptions, name):
+            more = "zero: 3" if least == 3 else "zero: 1 to 3"
+            raise StrategyError(f"{name} is for {more}, and zero is {options.zero}. Leave it out, or set zero.")
     if options.schedule != "auto":
         check_setting(options.schedule, options.stages, options.per_batch, options.chunks)
+    elif options.chunks is not None and options.chunks < 1:
+        raise StrategyError(f"chunks={options.chunks!r} must be at least 1.")
+    _check_balance(options)
+
+
+def _check_balance(options: PipelineOptions) -> None:
+    """Refuses a `balance` that fits no model."""
+    counts, ranks, name = options.balance, options.stages, options.schedule
+    if not counts:
+        return
+    if name != "auto":
+        chunks = check_setting(name, ranks, options.per_batch, options.chunks)
+        check_balance(counts, sum(counts), SCHEDULES[name].place(ranks, chunks))
+    elif len(counts) % ranks or min(counts) < 1:
+        raise StrategyError(
+            f"balance={list(counts)} must be blocks of each stage, at least 1: {ranks} numbers for one stage per rank, "
+            f"{2 * ranks} for two."
+        )
 
 
 def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]) -> EngineOptions:

@@ -53,6 +53,9 @@ def test_faults_are_shown_without_importing_torch(tmp_path, verb):
         (["trainer.max_steps=null", "trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.accumulate_grad_batches=2"],
          "zero3 on 2 ranks, 16 samples per step (batch_size 4 x 2 micro-batches x 2 ranks), 3 steps per epoch at most, "
          "2 epochs"),
+        (["strategy={name: pipeline, stages: 4}", "trainer.devices=8", "trainer.accumulate_grad_batches=2"],
+         "pipeline on 8 ranks (4 stages x 2 data ranks), 16 samples per step (batch_size 4 x 2 batches x 2 data ranks), "
+         "each batch in 4 micro-batches by 1f1b, 90 steps"),
     ],
 )  # fmt: skip
 def test_a_config_without_faults_is_told_in_one_line(overrides, outline):

@@ -143,15 +143,46 @@ class Model(L.LightningModule):
     def configure_optimizers(self): ...
 
 class Data(L.LightningDataModule):
+    def __init__(self, batch_size: int) -> None: ...
     def train_dataloader(self): ...
 """
 
 
-def test_a_config_without_a_pipeline_has_no_schedule(tmp_path):
-    (tmp_path / "mine.py").write_text(MODULE)
-    config = tmp_path / "config.yaml"
+def config_with(folder, strategy, batch_size=8):
+    (folder / "mine.py").write_text(MODULE)
+    config = folder / "config.yaml"
     config.write_text(
-        "module: {class: mine.Model}\ndata: {class: mine.Data}\ntrainer: {max_steps: 1, devices: 2}\nstrategy: zero2\n"
+        f"module: {{class: mine.Model}}\ndata: {{class: mine.Data, batch_size: {batch_size}}}\n"
+        f"trainer: {{max_steps: 1, devices: 4}}\nstrategy: {strategy}\n"
     )
+    return config
+
+
+def test_a_config_without_a_pipeline_has_no_schedule(tmp_path):
+    config = config_with(tmp_path, "zero2")
     said = f"{config}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline.\n"
     assert command(config) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "head"),
+    [
+        ("", [], "1f1b: 2 ranks, 4 micro-batches"),
+        ("", ["data.batch_size=3"], "1f1b: 2 ranks, 3 micro-batches"),
+        (", stages: 4, micro_batches: 6, schedule: zb_h1", [], "zb_h1: 4 ranks, 6 micro-batches"),
+        (", schedule: interleaved_1f1b", ["strategy.chunks=3"],
+         "interleaved_1f1b: 2 ranks, 3 stages per rank, 4 micro-batches"),
+        (", schedule: auto, stages: 4, micro_batches: 8", [], "zbv: 4 ranks, 2 stages per rank, 8 micro-batches"),
+    ],
+)  # fmt: skip
+def test_a_config_says_what_is_drawn(tmp_path, options, more, head):
+    code, out, err = command(config_with(tmp_path, f"{{name: pipeline{options}}}"), *more)
+    assert (code, err) == (0, "") and head in out.splitlines()
+    assert out.startswith("strategy.balance is not set: drawn with equal stages.")
+
+
+def test_a_balance_of_the_config_is_drawn(tmp_path):
+    code, out, _ = command(config_with(tmp_path, "{name: pipeline, balance: [3, 1]}"))
+    assert code == 0 and out.startswith("1f1b: 2 ranks, 4 micro-batches")
+    busy = [line.split()[2] for line in out.splitlines() if line.split()[:2] in (["0", "0"], ["1", "1"])]
+    assert busy == ["18", "6"], "a rank with three blocks of four works three times as long"
