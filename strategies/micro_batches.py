@@ -46,9 +46,9 @@ def split_batch(batch: Any, rows: int, parts: int) -> list[Any]:
 
 
 def _slice(batch: Any, rows: int, part: slice) -> Any:
-    if isinstance(batch, list) and len(batch) == rows and all(isinstance(item, str | int | float) for item in batch):
-        return batch[part]
     if type(batch) in (list, tuple):
+        if len(batch) == rows and all(isinstance(item, str | int | float) for item in batch):
+            return batch[part]
         return type(batch)(_slice(item, rows, part) for item in batch)
     if type(batch) is dict:
         return {key: _slice(value, rows, part) for key, value in batch.items()}

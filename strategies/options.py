@@ -154,6 +154,11 @@ class PipelineOptions(EngineOptions):
     micro_batches: int | None = None
     """Parts of each rank's batch that go through the stages one after the other. Unset: twice the stages."""
 
+    loss_over: Literal["micro_batch", "batch"] = "micro_batch"
+    """gpipe: `batch` runs the step once on the whole batch behind the last block, for losses that compare its samples
+    with each other (contrastive ones) and what is logged once. The step is to draw no random numbers before the model,
+    and what the last block returns to have one row per sample. Validation and test still run by micro-batch."""
+
     chunks: int | None = None
     """interleaved_1f1b: stages per rank. Unset: 2."""
 
@@ -267,6 +272,15 @@ def _check_pipeline(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise StrategyError(f"{name}={value!r} must be at least 1.")
+    if options.loss_over not in ("micro_batch", "batch"):
+        raise StrategyError(
+            f"loss_over={options.loss_over!r} is not an option of pipeline: use 'micro_batch' or 'batch'."
+        )
+    if options.loss_over == "batch" and options.schedule != "gpipe":
+        raise StrategyError(
+            f"loss_over='batch' needs schedule 'gpipe', which has all forwards before the first backward, and it is "
+            f"{options.schedule!r}. Set schedule to gpipe, or leave loss_over out."
+        )
     if options.zero not in range(len(ROWS)):
         raise StrategyError(f"zero={options.zero!r} is not an option of pipeline: use 0, 1, 2 or 3.")
     if options.reduce == "micro_batch":

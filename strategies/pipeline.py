@@ -238,7 +238,15 @@ class Pipeline(ShardedStrategy):
         parts = self._cut_batch(batch)
         scale = self.precision_plugin.loss_scale
         engine.gradients.begin(scale.scale if scale is not None else 1.0)
-        losses = _Losses(parts.sizes, engine.window.loss_scale or 1.0)
+        whole = self.options.loss_over == "batch"
+        sizes = [sum(parts.sizes)] if whole else parts.sizes
+        losses = _Losses(sizes, engine.window.loss_scale or 1.0)
+
+        def tail() -> Any:
+            assert stage.logs is not None
+            self._weight = None
+            stage.logs.begin(sizes[0], last=True)
+            return self._plain_training_step(batch, *args, **kwargs)
 
         def loss_of(number: int, result: Any) -> Tensor:
             loss = losses.add(number, result, self._weight)
@@ -253,6 +261,7 @@ class Pipeline(ShardedStrategy):
                 self._step_on(self._plain_training_step, parts, args, kwargs),
                 loss_of,
                 parts.seeds,
+                tail if whole else None,
             )
         total = stage.logs.replay(losses.total() if stage.has_last else None, stage.has_last)
         assert total is not None

@@ -69,6 +69,7 @@ class ReplayedLogs:
         self._counts_now = False
         self._calls: list[tuple[str, Any, dict[str, Any]]] = []
         """Of the step that runs."""
+        self._metrics: list[Metric] = [m for m in module.modules() if isinstance(m, Metric)]
         self._forms: list[tuple[Any, ...]] = []
         """What batches logged, as all stages know it: names, arguments and dtypes."""
 
@@ -158,10 +159,14 @@ class ReplayedLogs:
         if loss is not None:
             head = [1.0, loss.mean, 0.0 if loss.weight is None else 1.0, loss.weight or 0.0]
         numbers = [n for entry in self._logged.values() for n in (_joined(entry), sum(entry.weights))]
-        return (None if loss is None else loss.dtype, entries), head + numbers
+        updated = tuple(metric.update_called for metric in self._metrics)
+        return (None if loss is None else loss.dtype, entries, updated), head + numbers
 
     def _log_all(self, form: tuple[Any, ...], values: Sequence[float]) -> BatchLoss | None:
-        loss_dtype, entries = form
+        loss_dtype, entries, updated = form
+        for metric, there in zip(self._metrics, updated, strict=True):
+            # It is computed here too, from the last stage's state.
+            metric._update_count, metric._computed = max(int(there), metric._update_count), None
         device, numbers = self._module.device, iter(values[_LOSS_FIELDS:])
         for name, keywords, dtype, metric, counted in entries:
             value, count = next(numbers), next(numbers)
@@ -170,7 +175,6 @@ class ReplayedLogs:
                 what: Any = torch.tensor(value, dtype=dtype, device=device)
             else:
                 what = self._module.get_submodule(metric)
-                what._update_count, what._computed = max(1, what._update_count), None
                 what._forward_cache = torch.tensor(value, device=device)
             if counted == "weight":
                 setattr(what, LOSS_WEIGHT, torch.tensor(count, dtype=torch.float64, device=device))

@@ -26,6 +26,33 @@ class _Forward:
     split: SplitBackward | None = None
 
 
+class _Tail:
+    """The end of the user's step, behind the last block, on a whole batch.
+
+    Args:
+        parts: micro-batches of the batch.
+    """
+
+    def __init__(self, cut: Cut, step: Callable[[], Any], loss_of: Callable[[int, Any], Tensor], parts: int) -> None:
+        self._cut = cut
+        self._step = step
+        self._loss_of = loss_of
+        self.parts = parts
+        self.outputs: list[Tensor] = []
+        """Of the last block, by micro-batch."""
+        self.gradients: list[Tensor] = []
+
+    def run(self, engine: Engine) -> None:
+        """Computes the loss of the batch, and the gradients of `outputs`."""
+        hidden = torch.cat([output.detach() for output in self.outputs]).requires_grad_(True)
+        with engine.forward():
+            loss = self._loss_of(0, self._cut.run_tail(self._step, hidden))
+        with engine.gradients.running_backward():
+            torch.autograd.backward(loss)
+        gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        self.gradients = list(gradient.split([output.shape[0] for output in self.outputs]))
+
+
 class Runner:
     """Runs this rank's part of a pipeline.
 
@@ -41,7 +68,7 @@ class Runner:
         self._ranks = engine.ranks.pipeline
         self._messages = Messages(self._ranks, placement, self._ranks.device)
         self._last = len(placement) - 1
-        self.waited_for_stages = 0
+        self._tail: _Tail | None = None
 
     def train(
         self,
@@ -50,6 +77,7 @@ class Runner:
         step: Callable[[int], Any],
         loss_of: Callable[[int, Any], Tensor],
         seeds: Sequence[int],
+        tail: Callable[[], Any] | None = None,
     ) -> None:
         """Runs forward and backward of all micro-batches; gradients are left to the engine's window.
 
@@ -58,7 +86,10 @@ class Runner:
             step: runs the user's step on a micro-batch, given its number.
             loss_of: called on the last stage with a number and what the step returned; returns what to backpropagate.
             seeds: of each micro-batch: the random numbers that its steps begin with on every stage.
+            tail: runs the user's step on the whole batch; then the last stage runs it once, behind its blocks, whose
+                outputs for all micro-batches it gets together. The schedule has all forwards first.
         """
+        self._tail = None if tail is None else _Tail(self._cut, tail, loss_of, len(kinds))
         forwards: dict[tuple[int, int], _Forward] = {}
         with _random_numbers():
             for action in self._actions(schedule, kinds):
@@ -120,8 +151,11 @@ class Runner:
         torch.manual_seed(seed)
         own_seed = (seed + 0x9E3779B97F4A7C15 * stage) % (1 << 63)
         with self._engine.forward():
-            result = self._cut.run(stage, lambda: step(number), received, own_seed, number)
-        if isinstance(result, Outgoing):
+            if self._tail is not None and stage == self._last:
+                result: Any = self._cut.run_blocks(stage, lambda: step(number), received, own_seed)
+            else:
+                result = self._cut.run(stage, lambda: step(number), received, own_seed, number)
+        if isinstance(result, Outgoing) and stage < self._last:
             self._messages.send_activation(kind, stage, number, result.hidden)
         return result, received
 
@@ -134,6 +168,10 @@ class Runner:
         seed: int,
     ) -> _Forward:
         result, received = self._run(action, kind, step, seed, None)
+        if self._tail is not None and action.stage == self._last:
+            self._tail.outputs.append(result.hidden)
+            if len(self._tail.outputs) == self._tail.parts:
+                self._tail.run(self._engine)
         if isinstance(result, Outgoing):
             return _Forward(result.hidden, received)
         return _Forward(loss_of(action.micro_batch, result), received)
@@ -168,7 +206,7 @@ class Runner:
     def _gradient(self, action: Action, kind: Hashable) -> Tensor | None:
         """Returns the gradient of a stage's output; None: the output is the loss."""
         if action.stage == self._last:
-            return None
+            return None if self._tail is None else self._tail.gradients[action.micro_batch]
         return self._messages.take_gradient(kind, action.stage, action.micro_batch)
 
     def _hand_back(self, action: Action, received: Tensor | None, gradient: Tensor | None) -> None:
