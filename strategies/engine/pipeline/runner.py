@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing
+from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing, seed_generators
 from shardlight.strategies.engine.pipeline.messages import Messages
 from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedule
 from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
@@ -148,7 +148,7 @@ class Runner:
             received = self._messages.take_activation(kind, stage, number)
             if torch.is_grad_enabled() and received.is_floating_point():
                 received.requires_grad_(True)
-        torch.manual_seed(seed)
+        seed_generators(seed, self._ranks.device)
         own_seed = (seed + 0x9E3779B97F4A7C15 * stage) % (1 << 63)
         with self._engine.forward():
             if self._tail is not None and stage == self._last:
