@@ -44,6 +44,9 @@ from torch.optim import Optimizer
 _engines: "WeakKeyDictionary[nn.Module, ReferenceType[Engine]]" = WeakKeyDictionary()
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
 
+_cut_by: "WeakKeyDictionary[nn.Module, ReferenceType[ShardedStrategy]]" = WeakKeyDictionary()
+"""By a module of which this rank has only a stage: whose stage that is."""
+
 
 class ShardedStrategy(DataLoading):
     """Base of the strategies in zero.py; each is a row of the ZeRO table.
@@ -218,6 +221,8 @@ class ShardedStrategy(DataLoading):
             if fitting:
                 self.setup_optimizers(trainer)
             stages = self._cut(module)
+            if stages is not ONE_STAGE:
+                _cut_by[module] = ref(self)
             if fitting:
                 self._look_for_room(module)
             groups, options = self._engine_groups(), self.options
@@ -283,6 +288,13 @@ class ShardedStrategy(DataLoading):
     def _refuse(self, trainer: pl.Trainer) -> None:
         for owner in (self.lightning_module, trainer.datamodule):
             refuse_unresolved(owner)
+        by = _cut_by.get(self.lightning_module)
+        if by is not None and by() is not self:
+            raise StrategyError(
+                f"this {type(self.lightning_module).__name__} is cut into stages by another Trainer's pipeline, and the "
+                "other stages are not in this process: make a new module and load the checkpoint of that run, or use "
+                "one Trainer for fit, validate, test and predict."
+            )
         if self._layer_sync is not None and self.root_device.type == "cpu":
             raise StrategyError("sync_batchnorm=True needs CUDA devices: PyTorch's SyncBatchNorm refuses CPU tensors.")
         if self._checkpoint_io is not None:

@@ -277,3 +277,39 @@ def test_dropout_draws_the_same_in_a_repeated_forward_and_in_a_repeated_run(tmp_
         for here, there in zip(run, runs[0], strict=True):
             torch.testing.assert_close(here[0], there[0], rtol=1e-12, atol=0)
             torch.testing.assert_close(here[1], there[1], rtol=1e-10, atol=0)
+
+
+class Everything(Predicting):
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.model(batch[0]).mean(), sync_dist=True)
+
+
+def entry_points_body(rank, world, folder):
+    module = Everything()
+    data, val = DataLoader([batch(n) for n in range(2)], batch_size=None), DataLoader([batch(9)], batch_size=None)
+    strategy = Pipeline(stages=2) if world > 1 else Single()
+    fit = trainer(strategy, world, folder, max_epochs=1)
+    warnings.filterwarnings("ignore", "predict returned None")
+    before = fit.validate(module, val, verbose=False)
+    fit.fit(module, data, val)
+    between = fit.test(module, val, verbose=False)
+    predictions = fit.predict(module, val)
+    fit.fit_loop.max_epochs = 2
+    fit.fit(module, data, val)
+    after = fit.validate(module, val, verbose=False)
+    if world > 1:
+        other = trainer(Single() if world == 1 else "zero3", world, folder)
+        with pytest.raises(StrategyError, match="is cut into stages"):
+            other.validate(module, val, verbose=False)
+        other = trainer(Pipeline(stages=2), world, folder)
+        with pytest.raises(StrategyError, match="is cut into stages"):
+            other.validate(module, val, verbose=False)
+    return before, between, after, module.losses, predictions
+
+
+def test_all_entry_points_of_one_trainer_work_one_after_the_other(tmp_path):
+    (expected,) = run_ranks(entry_points_body, 1, timeout_s=60, init=False, folder=str(tmp_path))
+    for found in run_ranks(entry_points_body, 2, timeout_s=60, init=False, folder=str(tmp_path)):
+        for here, there in zip(found[:3], expected[:3], strict=True):
+            assert here[0] == pytest.approx(there[0], rel=1e-6)
+        assert found[3] == pytest.approx(expected[3], rel=1e-10)
