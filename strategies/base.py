@@ -291,7 +291,7 @@ class ShardedStrategy(DataLoading):
         by = _cut_by.get(self.lightning_module)
         if by is not None and by() is not self:
             raise StrategyError(
-                f"this {type(self.lightning_module).__name__} is cut into stages by another Trainer's pipeline, and the "
+                f"this {type(self.lightning_module).__name__} is cut into stages by another pipeline, and the "
                 "other stages are not in this process: make a new module and load the checkpoint of that run, or use "
                 "one Trainer for fit, validate, test and predict."
             )
