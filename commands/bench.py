@@ -167,6 +167,35 @@ def bench_infinity(
     _measure(run, "tables_of_infinity", out, strict, peers or [])
 
 
+@bench.command("pipeline")
+def bench_pipeline(
+    size: Annotated[str | None, typer.Option("--size", help="tiny, small (default) or medium.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="A,B", help="torch, deepspeed; default: both.")
+    ] = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A look within a minute: tiny, against torch.")] = False,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    strict: Strict = False,
+) -> None:
+    """What schedules leave idle, and training in two stages beside torch's and DeepSpeed's."""
+    from shardlight.framework.bench import pipeline
+    from shardlight.framework.faults import suggest
+
+    name = size or ("tiny" if quick else "small")
+    if name not in pipeline.SIZES:
+        fail(f"--size {name}: no such size.{suggest(name, pipeline.SIZES)}")
+    peers = _names(against)
+
+    def run(say: "Say") -> "Result":
+        missing = pipeline.choose(peers, quick)[1] if strict and peers else []
+        if missing:
+            fail(f"--strict: {', '.join(missing)} is not installed: install it, or leave it out of --against.", 4)
+        return pipeline.run(pipeline.SIZES[name], peers, quick, say)
+
+    _measure(run, "tables_of_pipeline", out, strict, peers or [])
+
+
 def _names(against: str | None) -> list[str] | None:
     return None if against is None else [peer.strip() for peer in against.split(",") if peer.strip()]
 

@@ -113,6 +113,7 @@ def test_no_import_cycle():
         "framework",
         "framework.bench.zero",
         "framework.bench.collectives",
+        "framework.bench.pipeline",
         "commands.checkpoint",
         "framework.migrate.report",
         "templates.catalogue",

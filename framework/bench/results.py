@@ -67,6 +67,13 @@ UNITS = {
     "gradients_disk_bytes": "B",
     "optimizer_disk_bytes": "B",
     "stream_share": "x",
+    "bubble": "",
+    "theory_bubble": "",
+    "theory_ms": "ms",
+    "bubble_above": "points",
+    "pipeline_ms": "ms",
+    "activation_bytes": "B",
+    "activation_apart": "",
 }
 """Every metric and its unit. Of several ranks the largest value counts; `cpu_ms` and `loopback_bytes` are of all."""
 

@@ -76,6 +76,21 @@ INFINITY: list[tuple[str, str, Show]] = [
     ("optimizer", "optimizer_disk_bytes", _MB),
     ("loss difference", "loss_difference", lambda value: f"{value:.1e}"),
 ]
+_PERCENT: Show = lambda value: f"{100 * value:.1f}%"  # noqa: E731
+PIPELINE: list[tuple[str, str, Show]] = [
+    ("step ms", "step_ms", _ONE),
+    ("x", "step_ratio", _TWO),
+    ("forwards and backwards ms", "pipeline_ms", _ONE),
+    ("the simulator's ms", "theory_ms", _ONE),
+    ("bubble", "bubble", _PERCENT),
+    ("the simulator's", "theory_bubble", _PERCENT),
+    ("CPU ms, all ranks", "cpu_ms", _ONE),
+    ("page faults", "page_faults", _WHOLE),
+    ("Python calls", "python_calls", _WHOLE),
+    ("activations MB", "activation_bytes", _MB),
+    ("loopback MB", "loopback_bytes", _MB),
+    ("loss difference", "loss_difference", lambda value: f"{value:.1e}"),
+]
 WITHOUT = "-"
 
 
@@ -217,12 +232,20 @@ def tables_of_checkpoint(result: Result) -> list[RenderableType]:
 
 def tables_of_infinity(result: Result) -> list[RenderableType]:
     """The same for the benchmark `infinity`: a table for each part."""
+    return _by_part(result, lambda part: f"infinity, {result.machine['size']}: {part} (of a rank, of a step)", INFINITY)
+
+
+def tables_of_pipeline(result: Result) -> list[RenderableType]:
+    """The same for the benchmark `pipeline`."""
+    return _by_part(result, lambda part: f"pipeline, {part} (x: times shardlight-1f1b's)", PIPELINE)
+
+
+def _by_part(result: Result, title: Callable[[str], str], columns: list[tuple[str, str, Show]]) -> list[RenderableType]:
     made: list[RenderableType] = []
     for part in dict.fromkeys(row.case for row in result.rows):
         rows = [row for row in result.rows if row.case == part]
         names = list(dict.fromkeys(row.who for row in rows if " rank " not in row.who))
-        title = f"infinity, {result.machine['size']}: {part} (a rank's figures, of a step)"
-        table = _table(replace(result, rows=rows), title, names, INFINITY)
+        table = _table(replace(result, rows=rows), title(part), names, columns)
         made += [] if table is None else [table]
     made.append(bars_table(result.bars))
     return [*made, *(Text(note) for note in result.notes), _machine(result)]

@@ -65,20 +65,23 @@ def start_group(world_size: int, alone: bool = False) -> None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
-def run(job: dict[str, Any], turns: Turns, builders: Builders) -> None:
+def run(job: dict[str, Any], turns: Turns, builders: Builders, whole: bool = False) -> None:
     """Trains the contenders of a job, whichever has its turn.
 
     Args:
         job: `size`, the fields of one; `hosts`: name of each contender to its number of ranks, which come first.
+        whole: every rank gets all rows of a batch, not its share.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start_group(world_size)
-    train(Size(**job["size"]), job["hosts"], turns, builders, rank)
+    train(Size(**job["size"]), job["hosts"], turns, builders, rank, whole)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(size: Size, hosts: Mapping[str, int], turns: Turns, builders: Builders, rank: int) -> None:
+def train(
+    size: Size, hosts: Mapping[str, int], turns: Turns, builders: Builders, rank: int, whole: bool = False
+) -> None:
     """The loop itself."""
     contenders = {who: builders[who](size) for who, processes in hosts.items() if rank < processes}
     turns.counters = lambda who: contenders[who].counters()
@@ -86,4 +89,5 @@ def train(size: Size, hosts: Mapping[str, int], turns: Turns, builders: Builders
     turns.probes["collectives"] = CollectivesProbe
     turns.tracer = StepTrace
     for who, step in turns:
-        turns.report(contenders[who].step(*rows_of(size, step, rank, hosts[who])))
+        share = (0, 1) if whole else (rank, hosts[who])
+        turns.report(contenders[who].step(*rows_of(size, step, *share)))
