@@ -1,10 +1,12 @@
-"""Cuts a batch into micro-batches along its first dimension, and joins what evaluation steps returned for them."""
+"""Batches under pipeline: the same one on all stages, cut into micro-batches; what steps return for these, joined."""
 
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.errors import PipelineError
 from torch import Tensor
 
@@ -88,3 +90,36 @@ def join_results(results: Sequence[Any], sizes: Sequence[int]) -> Any:
             return [item for r in results for item in r]
         return type(first)(join_results(items, sizes) for items in zip(*results, strict=True))
     return list(results)
+
+
+def same_batch(batch: Any, ranks: Collectives) -> Any:
+    """Returns the first stage's batch on all stages. Collective."""
+    if ranks.world_size == 1:
+        return batch
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, lambda t: tensors.append(t) or t)
+    form = repr((batch_kind(batch), _plain(batch)))
+    own = torch.tensor([zlib.crc32(form.encode())], dtype=torch.int64, device=ranks.device)
+    if len(set(ranks.gather_small(own, "batch").view(-1).tolist())) > 1:
+        mine = apply_to_collection(batch, Tensor, Tensor.cpu) if ranks.rank == 0 else None
+        found = ranks.gather_objects(mine, "batch")
+        return apply_to_collection(found[0], Tensor, lambda t: t.to(ranks.device))
+
+    def shared(tensor: Tensor) -> Tensor:
+        # Not into the tensor itself, which a dataset may hold.
+        own = tensor.contiguous() if ranks.rank == 0 else tensor.clone(memory_format=torch.contiguous_format)
+        ranks.broadcast(own, "batch")
+        return own
+
+    return apply_to_collection(batch, Tensor, shared)
+
+
+def _plain(batch: Any) -> Any:
+    """Returns what is in a batch beside tensors."""
+    if isinstance(batch, Tensor):
+        return None
+    if isinstance(batch, dict):
+        return [(key, _plain(value)) for key, value in batch.items()]
+    if isinstance(batch, list | tuple):
+        return [_plain(item) for item in batch]
+    return batch if isinstance(batch, str | int | float | bool | type(None)) else type(batch).__name__

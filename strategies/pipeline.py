@@ -6,32 +6,31 @@ makes the gradients final. Each stage has an engine of its own over the ranks th
 """
 
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning_utilities.core.apply_func import apply_to_collection
 from shardlight.strategies.base import ShardedStrategy
-from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.mesh import Mesh
 from shardlight.strategies.engine.pipeline.balance import balance, check_balance
 from shardlight.strategies.engine.pipeline.chain import Chain, find_chain, stage_parameters
 from shardlight.strategies.engine.pipeline.choose import choose
-from shardlight.strategies.engine.pipeline.costs import ModelCosts, PartCosts
+from shardlight.strategies.engine.pipeline.costs import ModelCosts
 from shardlight.strategies.engine.pipeline.cut import Cut
+from shardlight.strategies.engine.pipeline.estimate import estimated_costs
 from shardlight.strategies.engine.pipeline.runner import Runner
 from shardlight.strategies.engine.pipeline.schedules import Schedule, build
 from shardlight.strategies.engine.plan import PLANS, StatePlan
 from shardlight.strategies.engine.units import Stages
-from shardlight.strategies.errors import PipelineError, StrategyError
-from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, split_batch
+from shardlight.strategies.errors import CheckpointError, PipelineError, StrategyError
+from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, same_batch, split_batch
 from shardlight.strategies.options import ROWS, PipelineOptions
 from shardlight.strategies.process_group import engine_groups
 from shardlight.strategies.replayed_logs import BatchLoss, ReplayedLogs, share_metrics
@@ -201,12 +200,27 @@ class Pipeline(ShardedStrategy):
             last = stage.schedule.placement[-1]
             share_metrics(module, ranks.everyone, [mesh.rank(last, place) for place in range(mesh.data)])
 
+    def _saves_window(self, path: Path) -> bool:
+        """No: which stage has what of an open window is not in checkpoints.
+
+        Raises: CheckpointError: there is an open one.
+        """
+        if self.interrupted:
+            return False
+        open_here = self.engine.gradients.unfinished() is not None
+        if any(self.engine.everyone.gather_objects(open_here, "save_checkpoint")):
+            raise CheckpointError(
+                f"{path}: a checkpoint inside an accumulation window is not possible under pipeline: save when the "
+                "optimizer has stepped, as ModelCheckpoint(every_n_train_steps=...) does."
+            )
+        return False
+
     # --- data
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, which is then the first stage's on all stages: whatever augmentation drew on each."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        return batch if self._engine is None else _same_batch(batch, self.engine.ranks.pipeline)
+        return batch if self._engine is None else same_batch(batch, self.engine.ranks.pipeline)
 
     def _cut_batch(self, batch: Any) -> "_Parts":
         """Cuts a batch into micro-batches, as many on every pipeline. Collective."""
@@ -418,62 +432,3 @@ def _writer_of_buffers(
         else:
             owner[name] = last if behind else 0
     return lambda name: placement[owner.get(name, last)] == rank
-
-
-def estimated_costs(module: nn.Module, chain: Chain) -> ModelCosts:
-    """Returns what blocks, embedding and head cost relative to each other, by their matrices: 2 operations per element.
-
-    An embedding is a lookup and costs nothing; a head that is tied to it does.
-    """
-    inside = {id(m) for block in chain.blocks for m in block.modules()}
-    matrices = {
-        id(m): sum(p.numel() for p in m.parameters(recurse=False) if p.dim() > 1)
-        for m in module.modules()
-        if not isinstance(m, nn.Embedding | nn.EmbeddingBag)
-    }
-    blocks = [float(sum(matrices.get(id(m), 0) for m in block.modules())) for block in chain.blocks]
-    order = [id(m) for m in module.modules()]
-    first = min(order.index(id(block)) for block in chain.blocks)
-    outside = [(order.index(key), numel) for key, numel in matrices.items() if key not in inside]
-    before = float(sum(numel for at, numel in outside if at < first))
-    after = float(sum(numel for at, numel in outside if at > first))
-    if not any(blocks):
-        blocks = [1.0] * len(blocks)
-
-    def part(cost: float) -> PartCosts:
-        return PartCosts(forward=cost, backward_input=cost, backward_weight=cost, activation_bytes=cost)
-
-    return ModelCosts(blocks=tuple(map(part, blocks)), before=part(before), after=part(after))
-
-
-def _same_batch(batch: Any, ranks: Collectives) -> Any:
-    """Returns the first stage's batch on all stages. Collective."""
-    if ranks.world_size == 1:
-        return batch
-    tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, lambda t: tensors.append(t) or t)
-    form = repr((batch_kind(batch), _plain(batch)))
-    own = torch.tensor([zlib.crc32(form.encode())], dtype=torch.int64, device=ranks.device)
-    if len(set(ranks.gather_small(own, "batch").view(-1).tolist())) > 1:
-        mine = apply_to_collection(batch, Tensor, Tensor.cpu) if ranks.rank == 0 else None
-        found = ranks.gather_objects(mine, "batch")
-        return apply_to_collection(found[0], Tensor, lambda t: t.to(ranks.device))
-
-    def shared(tensor: Tensor) -> Tensor:
-        # Not into the tensor itself, which a dataset may hold.
-        own = tensor.contiguous() if ranks.rank == 0 else tensor.clone(memory_format=torch.contiguous_format)
-        ranks.broadcast(own, "batch")
-        return own
-
-    return apply_to_collection(batch, Tensor, shared)
-
-
-def _plain(batch: Any) -> Any:
-    """Returns what is in a batch beside tensors."""
-    if isinstance(batch, Tensor):
-        return None
-    if isinstance(batch, dict):
-        return [(key, _plain(value)) for key, value in batch.items()]
-    if isinstance(batch, list | tuple):
-        return [_plain(item) for item in batch]
-    return batch if isinstance(batch, str | int | float | bool | type(None)) else type(batch).__name__

@@ -2,10 +2,12 @@
 
 import warnings
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
 from shardlight.strategies import Pipeline, ZeRO3, read_state_dict
+from shardlight.strategies.errors import CheckpointError
 from shardlight.strategies.notices import Notice
 from test_pipeline import STEPS, Module, batch, trainer
 from torch.utils.data import DataLoader
@@ -94,3 +96,27 @@ def test_a_pipeline_goes_on_from_other_strategies(whole, tmp_path):
     got = {n: p for rank in ranks for n, p in rank.items()}
     for key, value in end.items():
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-8)
+
+
+def open_window_body(rank, world, folder):
+    module = Module()
+    fit = trainer(Pipeline(stages=2), world, folder, accumulate_grad_batches=2, limit_val_batches=0)
+    saves = []
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx % 2:
+                trainer.save_checkpoint(f"{folder}/step-{batch_idx}")
+                saves.append(batch_idx)
+            else:
+                with pytest.raises(CheckpointError, match="inside an accumulation window"):
+                    trainer.save_checkpoint(f"{folder}/open-{batch_idx}")
+
+    fit.callbacks.append(Saves())
+    fit.fit(module, DataLoader([batch(n) for n in range(4)], batch_size=None), DataLoader([batch(9)], batch_size=None))
+    return saves
+
+
+def test_a_checkpoint_inside_an_accumulation_window_is_refused(tmp_path):
+    assert run_ranks(open_window_body, 2, timeout_s=60, init=False, folder=str(tmp_path)) == [[1, 3]] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
