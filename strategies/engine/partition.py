@@ -81,22 +81,23 @@ def set_small_apart(units: list[UnitSpec], most: int) -> list[UnitSpec]:
     return [*rest, small] if small.params else units
 
 
-def set_shared_apart(units: list[UnitSpec], stages: Mapping[str, tuple[int, ...]]) -> list[UnitSpec]:
+def set_shared_apart(units: list[UnitSpec], stages: Mapping[str, tuple[int, ...]], model: nn.Module) -> list[UnitSpec]:
     """Returns the units without the parameters that other stages have too, and one more for each set of stages.
 
+    The stages that share parameters know them by one name and in one order, whichever of their blocks these are in.
+
     Args:
-        stages: by name of a parameter, the stages that share it.
+        stages: by name of a parameter, its first in the model, the stages that share it.
+        model: in which all names of such a parameter are those of the whole model.
     """
+    known = {id(p) for unit in units for _, p in unit.params}
+    shared = [(n, p) for n, p in model.named_parameters() if n in stages and id(p) in known]
     apart: dict[tuple[int, ...], UnitSpec] = {}
-    rest = []
-    for unit in units:
-        for name, parameter in unit.params:
-            if name in stages:
-                own = UnitSpec(f"parameters of stages {', '.join(map(str, stages[name]))}", whole=True)
-                shared = apart.setdefault(stages[name], own)
-                shared.stages = stages[name]
-                shared.params.append((name, parameter))
-        rest.append(replace(unit, params=[(n, p) for n, p in unit.params if n not in stages]))
+    for name, parameter in shared:
+        own = UnitSpec(f"parameters of stages {', '.join(map(str, stages[name]))}", whole=True, stages=stages[name])
+        apart.setdefault(stages[name], own).params.append((name, parameter))
+    moved = {id(p) for _, p in shared}
+    rest = [replace(unit, params=[(n, p) for n, p in unit.params if id(p) not in moved]) for unit in units]
     return [*rest, *(apart[key] for key in sorted(apart))] if apart else units
 
 

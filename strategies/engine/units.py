@@ -74,7 +74,7 @@ class UnitTable:
         self.collectives = ranks.world
         specs = find_units(model, unit_classes, stages.blocks)
         specs = set_small_apart(specs, keep_small) if keep_small else specs
-        self.specs: list[UnitSpec] = set_shared_apart(specs, stages.shared) if stages.shared else specs
+        self.specs: list[UnitSpec] = set_shared_apart(specs, stages.shared, model) if stages.shared else specs
         self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
         self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
         self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
