@@ -139,6 +139,11 @@ class Pipeline(ShardedStrategy):
         names = {id(p): n for n, p in module.named_parameters()}
         where = {n: tuple(place for place in on if n in on[place]) for n in names.values()}
         shared = {n: places for n, places in where.items() if len(places) > 1}
+        if shared and options.shard_group is not None:
+            raise PipelineError(
+                f"strategy.shard_group: {options.shard_group}: '{next(iter(shared))}' is on several stages (tied, or "
+                "named in everywhere), and sharded over all of their ranks. Leave shard_group out, or untie it."
+            )
         kept = [p for n, p in module.named_parameters() if n in on[rank]]
         cut = Cut(module, chain, ranges, schedule.stages_of(rank), on[rank], self.root_device)
         for optimizer in self.optimizers:

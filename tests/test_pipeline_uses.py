@@ -313,3 +313,19 @@ def test_all_entry_points_of_one_trainer_work_one_after_the_other(tmp_path):
         for here, there in zip(found[:3], expected[:3], strict=True):
             assert here[0] == pytest.approx(there[0], rel=1e-6)
         assert found[3] == pytest.approx(expected[3], rel=1e-10)
+
+
+class Whole(Module):
+    def configure_optimizers(self):
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
+
+
+def shared_body(rank, world, folder):
+    with pytest.raises(PipelineError, match="shard_group: 1: 'model.tokens.weight' is on several stages"):
+        fitted(Module(), Pipeline(stages=2, shard_group=1), world, folder, [batch(0)], [batch(1)])
+    with pytest.raises(StrategyError, match="Muon needs 'model.tokens.weight' whole, which is on several"):
+        fitted(Whole(), Pipeline(stages=2), world, folder, [batch(0)], [batch(1)])
+
+
+def test_what_shared_parameters_cannot_have_is_refused(tmp_path):
+    run_ranks(shared_body, 4, timeout_s=60, init=False, folder=str(tmp_path))

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from shardlight.strategies.engine.owners import Move, assign, element_cost, holders, orthogonal_cost, rounds
 from shardlight.strategies.engine.units import UnitTable
+from shardlight.strategies.errors import StrategyError
 from torch import Tensor, nn
 from torch.optim import Adafactor, Muon, Optimizer
 
@@ -55,6 +56,7 @@ class Owned:
         self._table = table
         self._rank: int = ranks.rank
         self._cost = cost_of(optimizer)
+        self._name = type(optimizer).__name__
         self._loads: list[float] = [0] * ranks.world_size
         self.owners: dict[int, int] = {}
         """By number of a parameter, the rank in the shard group."""
@@ -68,6 +70,12 @@ class Owned:
     def add(self, numbers: frozenset[int]) -> None:
         """Shares out parameters that have no owner yet; equal on all ranks."""
         parameters, new = self._table.parameters, sorted(numbers - self.owners.keys())
+        for number in new:
+            if self._table.places[number][0].stages is not None:
+                raise StrategyError(
+                    f"{self._name} needs '{self._table.names[number]}' whole, which is on several stages (tied, or "
+                    "named in everywhere). Give it to another optimizer group, untie it, or set zero to 0."
+                )
         for number in [n for n in new if not parameters[n].numel()]:
             # There is nothing to update, and torch.optim.Adafactor fails on it.
             self.owners[number], self.parts[id(parameters[number])] = NOBODY, None
