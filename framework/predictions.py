@@ -41,7 +41,9 @@ class PredictionWriter(BasePredictionWriter):
         for number, (batches, indices) in enumerate(zip(loaders, batch_indices, strict=True)):
             name = "predictions" if len(loaders) == 1 else f"predictions-{number}"
             part = run_dir / f".{name}.rank{trainer.global_rank}.safetensors"
-            save_file(joined(batches, indices), part)
+            # Of a pipeline, only ranks of the last stage have what predict_step returned.
+            has_results = getattr(trainer.strategy, "has_results", True)
+            save_file(joined(batches, indices) if has_results else joined((), ()), part)
             trainer.strategy.barrier("predictions written")
             if trainer.is_global_zero:
                 parts = [run_dir / f".{name}.rank{rank}.safetensors" for rank in range(trainer.world_size)]

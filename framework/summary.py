@@ -90,10 +90,7 @@ class RunSummary(Callback):
             dtype=torch.int64,
             device=strategy.root_device,
         )
-        with warnings.catch_warnings():
-            # Lightning's all_gather calls a function of torch that is deprecated since 2.13.
-            warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)
-            peaks, tokens = strategy.all_gather(mine).reshape(-1, 2).T.tolist()
+        peaks, tokens = _of_all_ranks(strategy, mine).T.tolist()
         # Ranks that train on the same data count its tokens once.
         replicas = trainer.world_size / getattr(strategy, "data_world_size", trainer.world_size)
         seconds = self._meter.seconds
@@ -127,6 +124,17 @@ class RunSummary(Callback):
         )
         self._summary["wall_s"] = time.time() - self.started
         write_json(self.run_dir / "summary.json", self._summary)
+
+
+def _of_all_ranks(strategy: Strategy, mine: Tensor) -> Tensor:
+    """Returns the numbers of every rank, (world_size, n). Collective."""
+    if isinstance(strategy, ShardedStrategy) and strategy.world_size > 1:
+        # Not by its all_gather, which is over the ranks of a pipeline's stage alone.
+        return strategy.engine.everyone.gather_small(mine, "figures of the run")
+    with warnings.catch_warnings():
+        # Lightning's all_gather calls a function of torch that is deprecated since 2.13.
+        warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)
+        return strategy.all_gather(mine).reshape(-1, len(mine))
 
 
 def _strategy_name(strategy: Strategy) -> str:

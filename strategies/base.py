@@ -195,8 +195,8 @@ class ShardedStrategy(DataLoading):
         """Shards the module once; makes the optimizers when fitting, on parameters that still have names and shapes."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        if self.world_size == 1:
-            # Lightning would shuffle the training data of one process for the sake of a distributed sampler.
+        if self.data_world_size == 1:
+            # Lightning would shuffle the training data of one process (or pipeline) for a distributed sampler's sake.
             trainer._accelerator_connector.use_distributed_sampler = False
         # Lightning warns that its evaluation sampler repeats samples; process_dataloader puts one in that does not.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")

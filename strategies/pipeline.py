@@ -108,6 +108,11 @@ class Pipeline(ShardedStrategy):
             raise StrategyError("pipeline: the model is cut in the Trainer's setup (fit, validate, test, predict).")
         return self._stage
 
+    @property
+    def has_results(self) -> bool:
+        """Whether steps run to their end on this rank, so that it has what they return."""
+        return self.stage.has_last
+
     def _refuse(self, trainer: pl.Trainer) -> None:
         super()._refuse(trainer)
         module = self.lightning_module
@@ -195,6 +200,8 @@ class Pipeline(ShardedStrategy):
         if self.data_world_size == 1:
             # Every rank logs the same, whatever `sync_dist` is.
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+        # Only ranks of the last stage have predictions.
+        warnings.filterwarnings("ignore", message="predict returned None")
         super().setup(trainer)
         stage, module = self.stage, self.lightning_module
         assert module is not None

@@ -33,7 +33,7 @@ TEMPLATES = find_templates()
 SMALL: dict[str, list[str]] = {
     "tabular": [],
     "classifier": ["module.width=8", "data.batch_size=8"],
-    "finetune": ["module.width=32", "module.depth=1", "module.heads=2"],
+    "finetune": ["module.width=32", "module.depth=2", "module.heads=2"],
     "language_model": ["module.width=32", "module.depth=2", "module.heads=2", "data.max_validation_bytes=5000"],
 }
 """Overrides with which a project of a template is small enough for many runs."""
@@ -333,7 +333,11 @@ def test_losses_are_equal_under_every_strategy(project, name, tmp_path, monkeypa
     both = [joined([*pair]) for pair in zip(first, second, strict=True)]
     ((alone, _),) = run_ranks(under_all, 1, init=False, timeout_s=100, strategies=["single"], batches=both, **common)
     assert len(alone["single"]) == 3
-    for strategy in sharded:
+    (one_pipeline, _), _ = run_ranks(
+        under_all, 2, init=False, timeout_s=100, strategies=["pipeline"], batches=both, **common
+    )
+    losses |= one_pipeline
+    for strategy in losses:
         assert losses[strategy] == pytest.approx(alone["single"], rel=1e-5), strategy
 
 

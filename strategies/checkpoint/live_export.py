@@ -51,7 +51,7 @@ def export_running(
     Returns: names that are in none of the models, and not written.
     Raises: CheckpointError: on every rank, when any rank could not write; nothing is at `path` then, or what was there.
     """
-    rank = engine.collectives.rank
+    rank = engine.everyone.rank
     engine.agreement.meet(f"export {path.name}")
     engine.take_in_changes()
     tensors = _tensors(engine, state, None if dtype is None else DTYPES[dtype])
@@ -87,7 +87,10 @@ def export_running(
 
 
 def _tensors(engine: Engine, state: Mapping[str, Any], dtype: torch.dtype | None) -> list[OutTensor]:
-    """Returns what to write, a tied weight under each of its names; in the order of `export`: other names come last."""
+    """Returns what to write, a tied weight under each of its names; in the order of `export`: other names come last.
+
+    Under pipeline it is what all stages have, stage by stage. Collective then.
+    """
     first: dict[int, str] = {}
     found, aliases = [], []
     for name, value in state.items():
@@ -97,6 +100,10 @@ def _tensors(engine: Engine, state: Mapping[str, Any], dtype: torch.dtype | None
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
         kind = out_dtype(value.dtype if piece is None else piece[1].dtype, dtype)
         (found if source == name else aliases).append(OutTensor(name, source, engine.full_shape(value), kind))
+    if engine.ranks.pipeline.world_size > 1:
+        by_stage = engine.ranks.pipeline.gather_objects((found, aliases), "tensors of an export")
+        every = [tensor for kind in (0, 1) for stage in by_stage for tensor in stage[kind]]
+        return list({tensor.name: tensor for tensor in every}.values())
     return found + aliases
 
 
@@ -115,7 +122,9 @@ def _write_own(engine: Engine, state: Mapping[str, Any], path: Path, file: OutFi
     out = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for tensor in file.tensors:
-            start, flat = _own_part(engine, state[tensor.source])
+            if tensor.source not in state:
+                continue  # another stage of a pipeline has it
+            start, flat = _own_part(engine, tensor.source, state[tensor.source])
             step = max(1, CHUNK_BYTES // tensor.dtype.itemsize)
             for low in range(0, flat.numel(), step):
                 at = file.offsets[tensor.name] + (start + low) * tensor.dtype.itemsize
@@ -126,11 +135,12 @@ def _write_own(engine: Engine, state: Mapping[str, Any], path: Path, file: OutFi
         os.close(out)
 
 
-def _own_part(engine: Engine, value: Tensor) -> tuple[int, Tensor]:
+def _own_part(engine: Engine, name: str, value: Tensor) -> tuple[int, Tensor]:
     """Returns (start, flat part) of what this rank writes; each element is written by one rank."""
     piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
     if piece is None:
-        return 0, value.detach().reshape(-1) if engine.collectives.rank == 0 else value.detach().reshape(-1)[:0]
+        mine = engine.collectives.rank == 0 and engine.stages.writes(name)
+        return 0, value.detach().reshape(-1) if mine else value.detach().reshape(-1)[:0]
     return replica_share(engine, *piece)
 
 
