@@ -277,7 +277,8 @@ def test_small_parameters_leave_their_units_for_one_of_their_own():
 def test_only_zero3_keeps_small_parameters():
     for name in ("single", "ddp", "zero1", "zero2"):
         with pytest.raises(
-            StrategyError, match=f"keep_small is for zero3 and infinity: the weights of {name} are always there"
+            StrategyError,
+            match=f"keep_small is for zero3, infinity and pipeline: the weights of {name} are always there",
         ):
             make_options(EngineOptions, name, {"keep_small": 10})
     with pytest.raises(StrategyError, match="keep_small=-1 must be 0 or more elements"):
