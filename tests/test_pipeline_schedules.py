@@ -287,3 +287,17 @@ def test_settings_that_cannot_be_are_refused(setting, said):
 def test_costs_of_another_number_of_stages_are_refused():
     with pytest.raises(ScheduleError, match="forward has 2 costs, but schedule zbv has 4 stages"):
         simulate(build("zbv", 2, 4), Costs.uniform(2))
+
+
+def test_idle_time_and_activations_are_those_the_readme_tells_of():
+    """Of equal stages whose backward takes twice as long as forward, in shares of the work of a rank."""
+    for ranks, m in ((4, 16), (8, 32)):
+        runs = {name: simulate(build(name, ranks, m)) for name in SCHEDULES}
+        chunks = {name: run.schedule.stages // ranks for name, run in runs.items()}
+        idle = {name: (run.makespan - max(run.busy)) / chunks[name] for name, run in runs.items()}
+        shares = {name: round(idle[name] / idle["1f1b"], 3) for name in SCHEDULES}
+        assert shares == {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 0.5, "zb_h1": 0.333, "zbv": 0.167}
+        held = {name: [bytes_ / chunks[name] for bytes_ in run.peak_bytes] for name, run in runs.items()}
+        assert held["gpipe"] == [m] * ranks and held["1f1b"] == [*range(ranks, 0, -1)]
+        assert held["zb_h1"] == held["zbv"] == [ranks] * ranks
+        assert ranks < max(held["interleaved_1f1b"]) <= 1.5 * ranks
