@@ -208,7 +208,8 @@ class Pipeline(ShardedStrategy):
         if stage.runner is None:
             ranks, mesh = self.engine.ranks, self.mesh
             stage.runner = Runner(stage.cut, self.engine, stage.schedule.placement)
-            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check)
+            again = len(stage.cut.mine) > 1 or self.options.loss_over == "batch"
+            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check, again)
             last = stage.schedule.placement[-1]
             share_metrics(module, ranks.everyone, [mesh.rank(last, place) for place in range(mesh.data)])
 

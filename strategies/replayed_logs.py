@@ -58,10 +58,14 @@ class ReplayedLogs:
     Args:
         ranks: of one pipeline.
         check: refuses a value that is none on this stage, given what it is.
+        again: whether the rank of the last stage runs steps up to some block, too, as another stage.
     """
 
-    def __init__(self, module: pl.LightningModule, ranks: Collectives, check: Callable[[Any, str], None]) -> None:
+    def __init__(
+        self, module: pl.LightningModule, ranks: Collectives, check: Callable[[Any, str], None], again: bool = False
+    ) -> None:
         self._module = module
+        self._again = again
         self._ranks = ranks
         self._check = check
         self._logged: dict[str, _Logged] = {}
@@ -70,6 +74,8 @@ class ReplayedLogs:
         self._calls: list[tuple[str, Any, dict[str, Any]]] = []
         """Of the step that runs."""
         self._metrics: list[Metric] = [m for m in module.modules() if isinstance(m, Metric)]
+        self._before_step: list[dict[str, Any]] = []
+        """What metrics held before a step that has not ended."""
         self._forms: list[tuple[Any, ...]] = []
         """What batches logged, as all stages know it: names, arguments and dtypes."""
 
@@ -83,10 +89,20 @@ class ReplayedLogs:
             yield
         finally:
             vars(module).pop("log", None)
+            self._forget_open_step()
 
     def begin(self, samples: int, last: bool) -> None:
         """Called before the step of a micro-batch. Args: last: on the last stage, whose values count."""
         self._samples, self._counts_now, self._calls = samples, last, []
+        self._forget_open_step()
+        if last and self._again:
+            self._before_step = [_state_of(metric) for metric in self._metrics]
+
+    def _forget_open_step(self) -> None:
+        """Undoes what a step did to metrics that was left at another stage's block: it runs again as the last stage."""
+        for metric, state in zip(self._metrics, self._before_step, strict=False):
+            vars(metric).update(state)
+        self._before_step = []
 
     def end(self, loss: Any = None, loss_weight: float = 0.0) -> None:
         """Called on the last stage when the step is done.
@@ -94,6 +110,7 @@ class ReplayedLogs:
         Args:
             loss: what the step returned as its loss: values that are it are weighted by `loss_weight`.
         """
+        self._before_step = []
         for name, value, keywords in self._calls:
             given = keywords.pop("batch_size", None)
             entry = self._logged.setdefault(name, _Logged(keywords))
@@ -197,6 +214,13 @@ def _joined(entry: _Logged) -> float:
     if not total:
         return entry.values[-1]
     return sum(v * w for v, w in zip(entry.values, entry.weights, strict=True) if w) / total
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """Returns copies of what an update of a metric changes."""
+    state = {name: getattr(metric, name) for name in metric._defaults}
+    copied = {name: list(value) if _is_list(value) else value.clone() for name, value in state.items()}
+    return copied | {name: vars(metric)[name] for name in ("_update_count", "_computed", "_forward_cache")}
 
 
 def share_metrics(module: nn.Module, ranks: Collectives, updated: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ that it calls them with were made in that micro-batch's run, and know it ([Note:
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -75,6 +75,8 @@ class _Run:
     grad_enabled: bool = True
     next: int = 0
     left: _Left | None = None
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = field(default_factory=list)
+    """Buffers that what is before the blocks may change (batch statistics), which stage 0 has done: see `_copies`."""
 
 
 class Cut:
@@ -104,6 +106,8 @@ class Cut:
         self.dropped: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._stubs: list[tuple[nn.Module, str]] = []
         self._run: _Run | None = None
+        self._around = _around(model, chain) if 0 in mine and len(mine) > 1 else []
+        """Modules outside of the blocks that have buffers, where a later stage runs what is before the blocks again."""
         self._stage_of = [stage for stage, blocks in enumerate(ranges) for _ in blocks]
         self._drop(held, device)
         self._parameters_of = [_parameter_names(block) for block in chain.blocks]
@@ -132,6 +136,7 @@ class Cut:
         Raises: PipelineError: see [Note: taint]; the blocks are not called in order and each once.
         """
         run = _Run(stage, self.ranges[stage], received, seed, grad_enabled=torch.is_grad_enabled())
+        run.buffers = _copies(self._around) if stage else []
         return self._through(run, step, key)
 
     def run_blocks(
@@ -139,6 +144,7 @@ class Cut:
     ) -> Outgoing:
         """Runs the last virtual stage up to the end of the last block, whose output it returns."""
         run = _Run(stage, self.ranges[stage], received, seed, at_exit=True, grad_enabled=torch.is_grad_enabled())
+        run.buffers = _copies(self._around) if stage else []
         return self._through(run, step, None)
 
     def run_tail(self, step: Callable[[], T], hidden: Tensor) -> T:
@@ -258,6 +264,7 @@ class Cut:
         received = run.received
         if received is None:
             return args, kwargs
+        _put_back(run.buffers)
         if run.seed is not None:
             seed_generators(run.seed, received.device)
         if received.requires_grad:
@@ -347,6 +354,25 @@ def _forget(module: nn.Module, stubs: dict[int, Tainted]) -> None:
             vars(module)[name] = stubs[id(value)]
         elif type(value) is list and any(id(x) in stubs for x in value):
             value[:] = [stubs.get(id(x), x) for x in value]
+
+
+def _around(model: nn.Module, chain: Chain) -> list[nn.Module]:
+    inside = {id(m) for block in chain.blocks for m in block.modules()}
+    return [m for m in model.modules() if m._buffers and id(m) not in inside]
+
+
+def _copies(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Returns the buffers of modules: where each is, itself, and its values."""
+    return [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
+
+
+def _put_back(copies: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Gives buffers, also those that were replaced since, the values that they had."""
+    for module, name, buffer, values in copies:
+        module._buffers[name] = buffer
+        # Batch norm does not count its writes as changes; nor does this, or buffers would seem new in every step.
+        buffer.data.copy_(values)
+    copies.clear()
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
