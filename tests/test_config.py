@@ -226,7 +226,7 @@ def test_a_setting_in_two_places_names_both(project):
         ("strategy=zero4", "strategy.name must be a strategy, got 'zero4' (text). Did you mean 'zero3'?"),
         ("strategy=3", "strategy must be a name or a mapping, got 3 (number)."),
         ("strategy.name=[1]",
-         "strategy.name must be a strategy, got a list. Choose from: ddp, infinity, single, zero1, zero2, zero3."),
+         "strategy.name must be a strategy, got a list. Choose from: ddp, infinity, pipeline, single, zero1, zero2, zero3."),
         ("strategy={name: zero2, timeout_s: -1}", "strategy.timeout_s=-1.0 must be above 0 seconds."),
         ("strategy={name: zero1, keep_small: 8}", "strategy.keep_small is for zero3, infinity and pipeline: the weights of zero1 are always there. Leave it out."),
         ("strategy={name: zero3, keep_small: many}", "strategy.keep_small must be a whole number, got 'many' (text)."),
