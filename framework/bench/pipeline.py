@@ -49,15 +49,15 @@ OF_THE_SIMULATOR = ("pipeline_ms", "activation_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Sleeps:
-    """How long a micro-batch sleeps on a rank, and how often that is measured."""
+    """How long a micro-batch sleeps on a rank, about as long as one of the size small computes, and how often."""
 
-    forward_s: float = 0.04
-    input_s: float = 0.04
-    weight_s: float = 0.04
-    rounds: int = 7
+    forward_s: float = 0.1
+    input_s: float = 0.1
+    weight_s: float = 0.1
+    rounds: int = 5
 
 
-QUICK_SLEEPS = Sleeps(forward_s=0.02, input_s=0.02, weight_s=0.02, rounds=2)
+QUICK_SLEEPS = Sleeps(forward_s=0.04, input_s=0.04, weight_s=0.04, rounds=1)
 
 
 def bubble_bars(ranks: int) -> list[BarSpec]:

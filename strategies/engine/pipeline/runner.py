@@ -11,7 +11,7 @@ from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing, seed_genera
 from shardlight.strategies.engine.pipeline.messages import Messages
 from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedule
 from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
-from torch import Tensor
+from torch import Tensor, nn
 
 AHEAD = 3
 """For how many actions ahead what they need is being received."""
@@ -68,6 +68,8 @@ class Runner:
         self._ranks = engine.ranks.pipeline
         self._messages = Messages(self._ranks, placement, self._ranks.device)
         self._last = len(placement) - 1
+        self._weights: list[nn.Parameter] = []
+        """Trainable during the batch that is under way."""
         self._tail: _Tail | None = None
 
     def train(
@@ -91,6 +93,7 @@ class Runner:
         """
         self._tail = None if tail is None else _Tail(self._cut, tail, loss_of, len(kinds))
         forwards: dict[tuple[int, int], _Forward] = {}
+        self._weights = self._trainable()
         with _random_numbers():
             for action in self._actions(schedule, kinds):
                 place = action.stage, action.micro_batch
@@ -187,8 +190,7 @@ class Runner:
         gradient = self._gradient(action, kind)
         found = None
         if forward.output.requires_grad:
-            stage = action.stage
-            forward.split = SplitBackward(forward.output, gradient, forward.received, self._weights(stage))
+            forward.split = SplitBackward(forward.output, gradient, forward.received, self._weights)
             with self._engine.gradients.running_backward():
                 found = forward.split.input()
         self._hand_back(action, forward.received, found)
@@ -198,8 +200,8 @@ class Runner:
             with self._engine.gradients.running_backward():
                 forward.split.weight(self._engine.gradients.take)
 
-    def _weights(self, stage: int) -> list[Tensor]:
-        """Returns the trainable parameters that a stage of this rank may use."""
+    def _trainable(self) -> list[nn.Parameter]:
+        """Returns the trainable parameters that stages of this rank may use."""
         with torch._C.DisableTorchFunctionSubclass():
             return [p for p in self._engine.table.parameters if p.requires_grad]
 

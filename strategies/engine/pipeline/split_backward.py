@@ -49,9 +49,8 @@ class SplitBackward:
             return
         with torch._C.DisableTorchFunctionSubclass():
             stage_backward_weight(iter(self._weights), self._groups)
-        self._groups = None
-        for weight in self._weights:
-            with torch._C.DisableTorchFunctionSubclass():
-                there = weight.grad is not None
-            if there:
+            self._groups = None
+            there = [weight for weight in self._weights if weight.grad is not None]
+        with torch.no_grad():
+            for weight in there:
                 arrived(weight)
