@@ -190,6 +190,24 @@ def test_a_loss_from_dropped_parameters_is_refused():
     refused(build(), "'item' asks for the values of .*'tok.weight', which is on stage 0", read)
 
 
+def test_a_penalty_on_all_weights_misses_none_in_silence():
+    def penalised(model, idx):
+        return step(model, idx) + sum(p.square().sum() for p in model.parameters())
+
+    refused(build(), "the step returned depends on 'pos', which is on stage 0", penalised)
+    names = [n for n, _ in build().named_parameters()]
+
+    def counting(model, idx):
+        assert {n for n, _ in model.named_parameters()} == set(names)
+        assert next(model.blocks[0].parameters()).device == idx.device
+        return step(model, idx) + model.head.weight.square().sum()
+
+    whole = build()
+    staged = Staged(build(), 2, counting)
+    staged.train(batches(1))
+    assert sum(len(list(cut.model.parameters())) for cut in staged.cuts) == len(list(whole.parameters()))
+
+
 class Order(GPT):
     order = (0, 1, 2, 3)
 

@@ -14,7 +14,8 @@ that it calls them with were made in that micro-batch's run, and know it ([Note:
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -105,6 +106,8 @@ class Cut:
         self.mine = tuple(mine)
         self.dropped: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._stubs: list[tuple[nn.Module, str]] = []
+        self._listed: list[tuple[nn.Module, Callable[..., Iterator[tuple[str, Tensor]]]]] = []
+        """Modules that dropped parameters are in, and what lists their parameters while a step runs."""
         self._run: _Run | None = None
         self._around = _around(model, chain) if 0 in mine and len(mine) > 1 else []
         """Modules outside of the blocks that have buffers, where a later stage runs what is before the blocks again."""
@@ -166,6 +169,7 @@ class Cut:
         for module, name in self._stubs:
             vars(module).pop(name, None)
         self._stubs.clear()
+        self._listed.clear()
 
     # Dropping parameters.
 
@@ -190,6 +194,23 @@ class Cut:
                     setattr(module, name, stubs[id(parameter)])
                     self._stubs.append((module, name))
             _forget(module, stubs)
+        dropped: dict[nn.Module, list[str]] = {}
+        for module, name in self._stubs:
+            dropped.setdefault(module, []).append(name)
+        for module in self.model.modules():
+            if not dropped.keys().isdisjoint(module.modules()):
+                self._listed.append((module, partial(_named_with_dropped, module, dropped)))
+
+    @contextmanager
+    def _all_listed(self) -> Iterator[None]:
+        """Context in which modules list dropped parameters too: a penalty on all weights is to miss none in silence."""
+        for module, listing in self._listed:
+            vars(module)["named_parameters"] = listing
+        try:
+            yield
+        finally:
+            for module, _ in self._listed:
+                vars(module).pop("named_parameters", None)
 
     # Calls of blocks.
 
@@ -198,7 +219,7 @@ class Cut:
             raise PipelineError("a stage is run while another one runs: training_step must not call training_step.")
         self._run = run
         try:
-            with running(run):
+            with running(run), self._all_listed():
                 result = step()
         except _Left as left:
             if left is not run.left:
@@ -345,6 +366,19 @@ class Cut:
 def _parameter_names(block: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [n for n, p in inspect.signature(block.forward).parameters.items() if p.kind in kinds]
+
+
+def _named_with_dropped(
+    module: nn.Module,
+    dropped: Mapping[nn.Module, Sequence[str]],
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    def of(inner: nn.Module) -> list[tuple[str, Tensor]]:
+        return [*inner._parameters.items(), *((name, vars(inner)[name]) for name in dropped.get(inner, ()))]
+
+    return module._named_members(of, prefix, recurse, remove_duplicate)
 
 
 def _forget(module: nn.Module, stubs: dict[int, Tainted]) -> None:
