@@ -21,11 +21,11 @@ from shardlight.framework.predictions import PredictionWriter
 from shardlight.framework.progress import Progress
 from shardlight.framework.report import write_report
 from shardlight.framework.resume import FRESH, Choice, Resume
-from shardlight.framework.room_table import show_room
+from shardlight.framework.room_table import show_line, show_room
 from shardlight.framework.schema import AUTO, CheckpointConfig, Config, StrategyConfig
 from shardlight.framework.show import dump
 from shardlight.framework.summary import RunSummary
-from shardlight.strategies import STRATEGIES, MixedFP16, ShardedStrategy, deferred_init
+from shardlight.strategies import STRATEGIES, MixedFP16, Pipeline, ShardedStrategy, deferred_init
 from shardlight.strategies.errors import ShardlightError
 from shardlight.strategies.notices import show_plainly
 from shardlight.strategies.options import offload_of
@@ -217,6 +217,8 @@ def build_trainer(
     offload = offload_of(strategy.options)
     if verb == "fit" and (dry_run or (offload is not None and offload.elsewhere)):
         strategy.on_room = show_room
+    if verb == "fit" and isinstance(strategy, Pipeline):
+        strategy.on_cut = show_line
     if config.resume is not None:
         strategy.skip_on_load = config.resume.skip
         strategy.resume_order = resume.paths

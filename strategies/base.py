@@ -224,7 +224,7 @@ class ShardedStrategy(DataLoading):
             if stages is not ONE_STAGE:
                 _cut_by[module] = ref(self)
             if fitting:
-                self._look_for_room(module)
+                self._look_for_room(module, stages)
             groups, options = self._engine_groups(), self.options
             self._engine = Engine(
                 module,
@@ -273,9 +273,10 @@ class ShardedStrategy(DataLoading):
         """Whether modules are built without memory if `defer` is not set."""
         return cls.plan.shard_parameters
 
-    def _look_for_room(self, module: nn.Module) -> None:
-        dtypes = self.precision_plugin.dtype_policy()
-        self.room = room_for(module, self.plan, self.options, self.optimizers, dtypes, self.root_device)
+    def _look_for_room(self, module: nn.Module, stages: Stages) -> None:
+        dtypes, options = self.precision_plugin.dtype_policy(), self.options
+        where = self.root_device, stages, self.data_world_size
+        self.room = room_for(module, self.plan, options, self.optimizers, dtypes, *where)
         self.on_room(self.room)
         if not self.options.force:
             refuse_without_room(self.room)

@@ -52,6 +52,8 @@ class Pipeline(ShardedStrategy):
         # A window is reduced once, whatever the row: gradients of micro-batches are added up where they arise.
         self.plan = replace(PLANS[ROWS[self.options.zero]], name="pipeline", reduce="window")  # type: ignore[misc]
         self._stage: _Stage | None = None
+        self.on_cut: Callable[[str], None] = rank_zero_info
+        """Is told on each rank, line by line, which blocks each stage gets."""
 
     @classmethod
     def defers(cls) -> bool:
@@ -173,8 +175,10 @@ class Pipeline(ShardedStrategy):
                 chunks=options.chunks,
                 counts=options.balance or None,
             )
-            rank_zero_info(f"pipeline: {choice.reason}")
             taken = choice.taken
+            # Not choice.reason: by sizes of matrices, nothing is known of bytes of activations.
+            idle = f"{taken.simulation.bubble:.1%} of the time is bubble"
+            self.on_cut(f"pipeline: schedule {taken}, the fastest of {len(choice.candidates)}: {idle}")
             return build(taken.name, options.stages, options.per_batch, taken.chunks), taken.balance
         schedule = build(options.schedule, options.stages, options.per_batch, options.chunks)
         if options.balance:
@@ -189,8 +193,9 @@ class Pipeline(ShardedStrategy):
             parts = list(costs.blocks[first : first + count])
             parts += [costs.before] * (stage == 0) + [costs.after] * (stage == len(counts) - 1)
             share, where = sum(part.time for part in parts) / total, f"{chain.name} {first} to {first + count - 1}"
-            rank_zero_info(
-                f"pipeline: stage {stage}, rank {schedule.placement[stage]}: {where}, "
+            ranks = [str(self.mesh.rank(schedule.placement[stage], place)) for place in range(self.mesh.data)]
+            self.on_cut(
+                f"pipeline: stage {stage}, rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {where}, "
                 f"{share:.0%} of the work (by sizes of matrices)"
             )
             first += count

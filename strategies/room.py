@@ -24,9 +24,10 @@ from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.plan import PLANS, StatePlan
 from shardlight.strategies.engine.shapes import shapes_of
 from shardlight.strategies.engine.tiers import leftovers
+from shardlight.strategies.engine.units import ONE_STAGE, Stages
 from shardlight.strategies.engine.whole import needs_whole
 from shardlight.strategies.errors import NoRoomError
-from shardlight.strategies.options import EngineOptions, offload_of
+from shardlight.strategies.options import ROWS, EngineOptions, offload_of
 from torch import nn
 from torch.optim import Optimizer
 
@@ -82,6 +83,7 @@ class Room:
     Attributes:
         everyone: what each rank found, by rank.
         whole: an optimizer needs whole parameters, so that its state cannot be on disk.
+        by_rank: of a pipeline, the units of each rank's stages; empty: every rank has `units`.
     """
 
     units: Sequence[UnitShape]
@@ -89,11 +91,30 @@ class Room:
     rank: int
     everyone: Sequence[There]
     whole: bool = False
+    by_rank: Sequence[Sequence[UnitShape]] = ()
 
     @property
     def estimate(self) -> Estimate:
-        """What each rank takes."""
-        return estimate(self.units, self.setting)
+        """What this rank takes; without a pipeline, what each takes."""
+        return self._told(self.rank, self.setting)
+
+    def _told(self, rank: int, setting: Setting) -> Estimate:
+        return estimate(self.by_rank[rank] if self.by_rank else self.units, setting)
+
+    def together(self, where: Where, setting: Setting | None = None, *, certain: bool = False) -> int:
+        """Returns the bytes of all ranks that share this one's memory or disk.
+
+        Args:
+            setting: other than that of the run.
+            certain: only those that are taken for certain.
+        """
+        own = self.everyone[self.rank].places.get(where)
+        mates = [rank for rank, there in enumerate(self.everyone) if there.places.get(where) == own]
+        # Without a pipeline all take the same.
+        counted = mates if self.by_rank else mates[:1]
+        told = [self._told(rank, setting or self.setting) for rank in counted]
+        once = sum(each.certain(where) if certain else each.nbytes(where) for each in told)
+        return once * len(mates) // len(counted)
 
     def mates(self, where: Where) -> int:
         """Returns how many ranks share this one's memory or disk."""
@@ -116,13 +137,15 @@ class Room:
         Args:
             ranks_per_place: how many ranks there would be, of how many there are.
         """
-        needed = estimate(self.units, setting)
         found: dict[Where, int] = {}
         for rank in range(len(self.everyone)):
             seen = replace(self, rank=rank)
             for where in ("device", "host", "disk"):
                 free = seen.free(where)  # type: ignore[arg-type]
-                taken = needed.certain(where) * ranks_per_place(seen.mates(where))  # type: ignore[arg-type]
+                taken = seen.together(where, setting, certain=True)  # type: ignore[arg-type]
+                if not self.by_rank:
+                    mates = seen.mates(where)  # type: ignore[arg-type]
+                    taken = taken // mates * ranks_per_place(mates)
                 if free is not None and taken > free:
                     found[where] = max(found.get(where, 0), taken - free)  # type: ignore[index,arg-type]
         return found
@@ -135,11 +158,15 @@ def room_for(
     optimizers: Sequence[Optimizer],
     dtypes: DtypePolicy,
     device: torch.device,
+    stages: Stages = ONE_STAGE,
+    data_ranks: int | None = None,
 ) -> Room:
     """Returns what a fit takes and what there is, before an engine is made. Collective.
 
     Args:
         model: with full parameters, or built without memory.
+        stages: of a model that is one stage of a pipeline, whose other ranks have other parts of it.
+        data_ranks: how many ranks have the same part; None: all.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     offload = offload_of(options)
@@ -152,14 +179,16 @@ def room_for(
         dtypes=dtypes,
         keep_small=options.keep_small,
         moments=moments,
+        stages=stages,
     )
     mine = look_around(device, SWAP if offload is None else offload.disk or SWAP, model)
-    everyone: list[Any] = [mine] * world_size
+    everyone: list[Any] = [(mine, units)] * world_size
+    in_stages = data_ranks not in (None, world_size)
     if world_size > 1:
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, (mine, units if in_stages else None))
     setting = Setting(
         plan=plan,
-        ranks=options.shard_group or world_size,
+        ranks=options.shard_group or data_ranks or world_size,
         world_size=world_size,
         reduce=options.reduce or plan.reduce,
         offload=offload,
@@ -167,7 +196,14 @@ def room_for(
         keep_gathered=options.keep_gathered,
     )
     whole = any(needs_whole(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
-    return Room(units=units, setting=setting, rank=rank, everyone=everyone, whole=whole)
+    return Room(
+        units=units,
+        setting=setting,
+        rank=rank,
+        everyone=[there for there, _ in everyone],
+        whole=whole,
+        by_rank=[found for _, found in everyone] if in_stages else (),
+    )
 
 
 def refuse_without_room(room: Room) -> None:
@@ -180,10 +216,13 @@ def refuse_without_room(room: Room) -> None:
     rank = max(range(len(room.everyone)), key=lambda r: _lack(replace(room, rank=r), where))
     seen = replace(room, rank=rank)
     needed, ranks, free = seen.estimate, seen.mates(where), seen.free(where)
+    taken = in_words(seen.together(where, certain=True))
     assert free is not None
     line = max((item for item in needed.lines if item.where == where), key=lambda item: item.certain)
     names = {"host": "memory", "device": "memory of the GPU", "disk": f"space for {_disk(room.setting)}"}
     together = f" x {ranks} ranks" if ranks > 1 else ""
+    if room.by_rank:
+        together = f" on rank {rank}, with the other ranks of its host" if ranks > 1 else f" on rank {rank}"
     others = " + ".join(
         f"{item.what} {in_words(item.certain)}"
         for item in needed.lines
@@ -193,14 +232,14 @@ def refuse_without_room(room: Room) -> None:
     raise NoRoomError(
         f"{room.setting.plan.name} does not fit: {line.what} {in_words(line.certain)}"
         + (f" + {others}" if others else "")
-        + f"{together} = {in_words(needed.certain(where) * ranks)}, and {in_words(free)} of {names[where]} are there "
+        + f"{together} = {taken}, and {in_words(free)} of {names[where]} are there "
         f"(activations not counted). {change} To start all the same: --force, or strategy.force: true."
     )
 
 
 def _lack(room: Room, where: Where) -> int:
     free = room.free(where)
-    return 0 if free is None else room.estimate.certain(where) * room.mates(where) - free
+    return 0 if free is None else room.together(where, certain=True) - free
 
 
 def _disk(setting: Setting) -> str:
@@ -208,18 +247,22 @@ def _disk(setting: Setting) -> str:
 
 
 def _smallest_change(room: Room, where: Where) -> str:
-    for words, setting in _changes(room):
+    changes = _changes_of_stages(room.setting) if room.by_rank else _changes(room)
+    for words, setting in changes:
         if not room.missing(setting):
             return f"This would fit: {words}."
     for ranks in range(room.mates(where) - 1, 0, -1):
         setting = room.setting
-        if len({there.places["host"] for there in room.everyone}) > 1 or setting.ranks != setting.world_size:
+        several = len({there.places["host"] for there in room.everyone}) > 1
+        if several or room.by_rank or setting.ranks != setting.world_size:
             break
         fewer = replace(setting, ranks=ranks, world_size=ranks)
         if not room.missing(fewer, lambda _, n=ranks: n):  # type: ignore[misc]
             return f"This would fit: trainer.devices: {ranks}."
     lacking = room.missing(room.setting)[where]
     what = "disk space" if where == "disk" else "memory"
+    if room.by_rank:
+        return f"It takes {in_words(lacking)} more {what}, more stages on more machines, or a smaller model."
     return f"No strategy here would make it fit: it takes {in_words(lacking)} more {what}, or a smaller model."
 
 
@@ -254,6 +297,18 @@ def _changes(room: Room) -> Iterator[tuple[str, Setting]]:
     everything = Offload(disk=disk, **dict.fromkeys(KINDS, "disk"))  # type: ignore[arg-type]
     plan = PLANS["infinity"]
     yield "strategy: infinity", replace(now, plan=plan, reduce=plan.reduce, offload=everything)
+
+
+def _changes_of_stages(now: Setting) -> Iterator[tuple[str, Setting]]:
+    """Yields those of a pipeline."""
+    for zero, row in enumerate(ROWS):
+        plan = replace(PLANS[row], name="pipeline", reduce="window")
+        if now.ranks > 1 and _sharded_kinds(plan) > _sharded_kinds(now.plan):
+            yield f"strategy.zero: {zero}", replace(now, plan=plan)
+
+
+def _sharded_kinds(plan: StatePlan) -> int:
+    return plan.shard_optimizer + plan.shard_gradients + plan.shard_parameters
 
 
 def _some(kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:

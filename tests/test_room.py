@@ -40,8 +40,12 @@ def room(plan, memory_gib, disk_gib, ranks=2, units=UNITS, hosts=1, **settings):
 
 
 def refusal(*arguments, **options):
+    return refused(room(*arguments, **options))
+
+
+def refused(room):
     with pytest.raises(NoRoomError) as error:
-        refuse_without_room(room(*arguments, **options))
+        refuse_without_room(room)
     return str(error.value)
 
 
@@ -116,6 +120,31 @@ def test_what_fits_by_a_byte_is_not_refused():
             assert "does not fit" in refusal(plan, of_all["host"] - 1 / GIB, of_all["disk"], hosts=hosts)
         if needed["disk"]:
             assert "does not fit" in refusal(plan, 9, needed["disk"] * 2 / GIB - 1 / GIB)
+
+
+def pipeline_room(memory_gib, zero="zero1", hosts=1, data_ranks=2):
+    """Two stages on two data ranks each: three quarters of the blocks on the first."""
+    found = room(zero, memory_gib, 9, ranks=2 * data_ranks, hosts=hosts)
+    plan = replace(PLANS[zero], name="pipeline", reduce="window")
+    stages = UNITS[:12], UNITS[12:]
+    by_rank = [stages[rank // data_ranks] for rank in range(2 * data_ranks)]
+    return replace(found, by_rank=by_rank, setting=replace(found.setting, plan=plan, ranks=data_ranks, reduce="window"))
+
+
+def test_a_pipeline_takes_what_its_stages_take():
+    whole = room("zero1", 99, 9)  # both data ranks of an undivided model
+    parts = pipeline_room(99)
+    assert parts.together("host", certain=True) == whole.together("host", certain=True) == 6 * GIB
+    first, last = (replace(parts, rank=rank).estimate.certain("host") for rank in (0, 2))
+    assert first == 3 * last
+    refuse_without_room(pipeline_room(6))
+    text = refused(pipeline_room(5.9, "ddp"))
+    assert "on rank 0, with the other ranks of its host = 8 GiB, and 5.9 GiB of memory" in text
+    assert "This would fit: strategy.zero: 3." in text
+    assert "trainer.devices" not in refused(pipeline_room(1))
+    # Each stage on a host of its own: the first one's is too small.
+    refuse_without_room(pipeline_room(4.5, hosts=2))
+    assert "does not fit" in refused(pipeline_room(4.4, hosts=2))
 
 
 def test_weights_that_are_there_already_count_as_room():

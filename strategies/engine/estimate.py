@@ -5,7 +5,7 @@ certain. A run is refused by the second alone. Activations, and what the user's 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardlight.strategies.engine.layout import FlatLayout
@@ -70,11 +70,15 @@ class BufferShape:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShape:
-    """Buffers that are gathered together; `keep`: from their first use to the end of forward."""
+    """Buffers that are gathered together; `keep`: from their first use to the end of forward.
+
+    `stages`: how many stages of a pipeline have them, over whose ranks together they are sharded.
+    """
 
     name: str
     buffers: tuple[BufferShape, ...]
     keep: bool = False
+    stages: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,7 @@ def estimate(units: Sequence[UnitShape], setting: Setting) -> Estimate:
     sums = _Sums()
     for unit in units:
         for buffer in unit.buffers:
-            _state(buffer, setting, sums)
+            _state(buffer, replace(setting, ranks=setting.ranks * unit.stages), sums)
     _gathered(units, setting, sums)
     _reduced(units, setting, sums)
     if setting.streams:

@@ -6,11 +6,11 @@ import torch
 from shardlight.strategies.engine.deferred.tensors import home_of
 from shardlight.strategies.engine.dtypes import DtypePolicy, master_dtype
 from shardlight.strategies.engine.estimate import BufferShape, ParameterShape, UnitShape
-from shardlight.strategies.engine.partition import find_units, set_small_apart
+from shardlight.strategies.engine.partition import find_units, set_shared_apart, set_small_apart
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.state_widths import moments_of
 from shardlight.strategies.engine.transforms.compile import unwrap_compiled
-from shardlight.strategies.engine.units import kinds_of
+from shardlight.strategies.engine.units import ONE_STAGE, Stages, kinds_of
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ def shapes_of(
     dtypes: DtypePolicy,
     keep_small: int = 0,
     moments: torch.dtype | None = None,
+    stages: Stages = ONE_STAGE,
 ) -> tuple[UnitShape, ...]:
     """Returns the units that an engine with these arguments would make.
 
@@ -31,12 +32,14 @@ def shapes_of(
         model: with full parameters, or built without memory.
         optimizers: of its parameters.
         moments: what the moments of fp32 parameters are kept in; None: their own dtype.
+        stages: of a model that is one stage of a pipeline.
     """
     wrap_again = unwrap_compiled(model)
     try:
         compute = dtypes.under(plan).compute_dtypes(model)
-        specs = find_units(model, unit_classes)
+        specs = find_units(model, unit_classes, stages.blocks)
         specs = set_small_apart(specs, keep_small) if keep_small else specs
+        specs = set_shared_apart(specs, stages.shared, model) if stages.shared else specs
         kept = _Kept(optimizers, moments)
         units = []
         for spec in specs:
@@ -55,7 +58,8 @@ def shapes_of(
                         whole=spec.whole,
                     )
                 )
-            units.append(UnitShape(name=spec.name, buffers=tuple(buffers), keep=spec.keep))
+            shared_by = len(spec.stages or (0,))
+            units.append(UnitShape(name=spec.name, buffers=tuple(buffers), keep=spec.keep, stages=shared_by))
         return tuple(units)
     finally:
         wrap_again()
