@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.mesh import Mesh
+from shardlight.strategies.engine.partition import find_units
 from shardlight.strategies.engine.pipeline.balance import balance, check_balance
 from shardlight.strategies.engine.pipeline.chain import Chain, find_chain, stage_parameters
 from shardlight.strategies.engine.pipeline.choose import choose
@@ -143,8 +144,9 @@ class Pipeline(ShardedStrategy):
             place: set().union(*(by_stage[stage] for stage in schedule.stages_of(place)))
             for place in range(mesh.pipeline)
         }
-        names = {id(p): n for n, p in module.named_parameters()}
-        where = {n: tuple(place for place in on if n in on[place]) for n in names.values()}
+        # A weight with several names has the one in checkpoints that other strategies give it.
+        names = [n for unit in find_units(module, options.units) for n, _ in unit.params]
+        where = {n: tuple(place for place in on if n in on[place]) for n in names}
         shared = {n: places for n, places in where.items() if len(places) > 1}
         if shared and options.shard_group is not None:
             raise PipelineError(

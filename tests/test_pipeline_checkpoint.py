@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import run_ranks
-from shardlight.strategies import Pipeline, ZeRO3, read_state_dict
+from shardlight.strategies import Pipeline, Single, ZeRO3, read_state_dict
 from shardlight.strategies.errors import CheckpointError
 from shardlight.strategies.notices import Notice
 from test_pipeline import STEPS, Module, batch, trainer
@@ -120,3 +120,28 @@ def open_window_body(rank, world, folder):
 def test_a_checkpoint_inside_an_accumulation_window_is_refused(tmp_path):
     assert run_ranks(open_window_body, 2, timeout_s=60, init=False, folder=str(tmp_path)) == [[1, 3]] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+class SavedInside(Module):
+    """Saves after the first batch of a window."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 0 and self.trainer.world_size == 1:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/inside")
+
+
+def inside_body(rank, world, folder):
+    warnings.filterwarnings("ignore", category=Notice)
+    strategy = Pipeline(stages=world) if world > 1 else Single()
+    fit = trainer(strategy, world, folder, accumulate_grad_batches=2, limit_val_batches=0)
+    warnings.filterwarnings("ignore", "You defined a `validation_step`")
+    loader = DataLoader([batch(n) for n in range(2)], batch_size=None)
+    if world == 1:
+        return fit.fit(SavedInside(), loader)
+    with pytest.raises(CheckpointError, match="saved inside an accumulation window, whose gradients a pipeline cannot"):
+        fit.fit(SavedInside(), loader, ckpt_path=f"{folder}/inside")
+
+
+def test_a_window_that_another_strategy_left_open_is_refused(tmp_path):
+    for world in (1, 2):
+        run_ranks(inside_body, world, timeout_s=60, init=False, folder=str(tmp_path))

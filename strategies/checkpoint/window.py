@@ -84,6 +84,12 @@ def load_window(engine: Engine, reader: CheckpointReader, skip: Collection[str] 
     engine.gradients.open_window()
     fault = ""
     if reader.content.get("window") is not None:
+        if engine.ranks.pipeline.world_size > 1:
+            raise CheckpointError(
+                f"{reader.path}: it was saved inside an accumulation window, whose gradients a pipeline cannot take "
+                "up. Go on from a checkpoint that was saved when the optimizer had stepped, or take its weights alone "
+                "(init_from)."
+            )
         try:
             with torch.no_grad():
                 _Load(engine, reader, skip).restore()

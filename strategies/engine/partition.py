@@ -87,11 +87,11 @@ def set_shared_apart(units: list[UnitSpec], stages: Mapping[str, tuple[int, ...]
     The stages that share parameters know them by one name and in one order, whichever of their blocks these are in.
 
     Args:
-        stages: by name of a parameter, its first in the model, the stages that share it.
+        stages: by name of a parameter, one of those that it has, the stages that share it.
         model: in which all names of such a parameter are those of the whole model.
     """
     known = {id(p) for unit in units for _, p in unit.params}
-    shared = [(n, p) for n, p in model.named_parameters() if n in stages and id(p) in known]
+    shared = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if n in stages and id(p) in known]
     apart: dict[tuple[int, ...], UnitSpec] = {}
     for name, parameter in shared:
         own = UnitSpec(f"parameters of stages {', '.join(map(str, stages[name]))}", whole=True, stages=stages[name])
