@@ -125,6 +125,10 @@ def test_the_bubble_is_what_no_rank_sleeps_of_the_longest_step():
     assert samples.values["1f1b", "bubble_above"] == pytest.approx(
         {"round 0": 0.0, "round 1": 100 * (0.2 - 1 / 9)}, abs=1e-9
     )
+    for quick, above in ((True, None), (False, pytest.approx(50 * (0.2 - 1 / 9)))):
+        result = pipeline.report({2: samples}, Samples(), SIZES["tiny"], [], [], quick, [])
+        bar = next(bar for bar in result.bars if bar.name == "bubble of 1f1b at 2 ranks - the simulator's, points")
+        assert (bar.value, bar.reason) == (above, "not with --quick" if quick else "")
     add_bubbles(samples, "zbv", sleeps, answers)
     # A stage of two on a rank is half of what a rank does.
     assert samples.median("zbv", "theory_ms") == pytest.approx(8 * 300 + 50)
