@@ -68,9 +68,11 @@ def plain(world, precision, accumulate):
 
 
 def make(name, precision, **options):
-    if precision == "16-mixed":
-        # A last bit of a weight, which an op may round otherwise, is a thousandth in fp16 where it turns its rounding.
+    if precision != "32-true":
+        # A last bit of a weight, which an op may round otherwise than this processor's torch, is a hundredth in bf16 and
+        # a thousandth in fp16 where it turns the rounding of what is computed with.
         options["optimizer_kernel"] = "torch"
+    if precision == "16-mixed":
         return STRATEGIES[name](loss_scale=SCALE, **options), {"plugins": MixedFP16(), "precision": None}
     if precision == "bf16-true without masters":
         return STRATEGIES[name](master=False, **options), {"precision": "bf16-true"}
@@ -93,6 +95,9 @@ def train(rank, world_size, folder, precision):
             for n in want:
                 # Without masters: one bf16 step of a bf16 weight.
                 off = {"rtol": 2**-7, "atol": 4e-3} if "without" in precision else {"rtol": 1e-5, "atol": 1e-6}
+                if precision == "bf16-mixed" and world_size > 1:
+                    # The order of a sum turns the rounding of a bf16 weight here and there, on some processors.
+                    off["atol"] = 1e-5
                 torch.testing.assert_close(got[n].to(want[n].dtype), want[n], **off, msg=lambda m: f"{where} {n}: {m}")
             first = first or got
             assert all(torch.equal(first[n], got[n]) for n in first), f"{where}: differs from the first strategy"
