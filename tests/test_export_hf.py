@@ -1,5 +1,6 @@
 """`--to hf` writes what `from_pretrained` of transformers and peft opens: the weights that were trained."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,9 @@ def check_opens(rank, world_size, folder, cases):
         again.load_state_dict(weights)
         with torch.no_grad():
             # transformers' default way of experts has no fp64.
-            if name != "mixtral":
-                # Weights are the same bits, as seen above; what is computed may depend on where in memory they lie.
-                here, there = loaded.eval()(**words).logits, again.eval()(**words).logits
-                torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-9)
+            # transformers keeps weights where they lie in the file: a copy lies as any other model's, and computes its bits.
+            found = copy.deepcopy(loaded).eval()
+            assert name == "mixtral" or torch.equal(found(**words).logits, again.eval()(**words).logits), name
         export(home / "saved", home / "small", to="hf", max_file_bytes=4_000, dtype="bf16")
         assert len(list((home / "small").glob("model-0*.safetensors"))) > 1
         loaded = type(build(name)).from_pretrained(home / "small")
