@@ -8,6 +8,7 @@ import torch
 from harness import run_ranks
 from models import OPTIMIZERS, TinyGPT
 from shardlight.strategies import Pipeline
+from test_lightning_fit import make_trainer as trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -44,23 +45,6 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return OPTIMIZERS[self.optimizer_name](self.parameters())
-
-
-def trainer(strategy, world, folder, **kwargs):
-    settings = dict(
-        accelerator="cpu",
-        devices=world,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        precision="64-true",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-    )
-    return pl.Trainer(strategy=strategy, **{**settings, **kwargs})
 
 
 def reference(data, accumulate, clip, pipelines=1, steps=STEPS, **kwargs):
