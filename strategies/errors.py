@@ -29,6 +29,10 @@ class PipelineError(StrategyError):
     """A model cannot be cut into stages as asked, or a stage would need values that only another stage has."""
 
 
+class TensorError(StrategyError):
+    """A model cannot be cut over the ranks of a tensor group as asked."""
+
+
 class CollectiveError(ShardlightError):
     """A peer died, did not arrive in time, or is at another operation: usually the consequence of its own error."""
 

@@ -1,0 +1,184 @@
+"""What the ranks of a tensor group exchange, as functions that autograd knows.
+
+[Note: whole and partial] A plain tensor is whole: all ranks have the same values, and get the same gradient for it. A
+`Sharded` one is divided, and so is its gradient. A whole tensor that is combined with a divided one gets only a part of
+its gradient on each rank, so it goes through `shared` first: nothing in forward, the sum over the group in backward.
+With this every gradient is complete when it arrives at its parameter, and whole parameters stay equal on all ranks.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.transforms.tensor.split import Split
+from torch import Tensor
+from torch.autograd import Function
+
+
+class TensorGroup:
+    """The ranks that a layer's matrices are divided over; every call is collective."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.rank: int = collectives.rank
+        self.size: int = collectives.world_size
+        self.gathered: Counter[str] = Counter()
+        """How often an operation that cannot be computed in parts had its operands gathered, by its name."""
+
+    def sum(self, tensor: Tensor, own: bool = False) -> Tensor:
+        """Returns the sum over the group, in rank order.
+
+        Args:
+            own: the tensor is nobody else's, and may be overwritten.
+        """
+        out = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+        self.collectives.all_reduce(out.view(-1), "tensor: sum")
+        return out
+
+    def gather(self, local: Tensor, dim: int, split: Split) -> Tensor:
+        """Returns the whole tensor."""
+        front = local.movedim(dim, 0)
+        most, rest = max(split.counts), front.shape[1:]
+        plain = front.contiguous()
+        if local.dtype == torch.bool:
+            plain = plain.view(torch.uint8)
+        if plain.shape[0] < most:
+            plain = torch.cat((plain, plain.new_zeros(most - plain.shape[0], *rest)))
+        full = plain.new_empty(self.size * most, *rest)
+        self.collectives.all_gather(full.view(-1), plain.view(-1), "tensor: all-gather")
+        if not (split.in_order and min(split.counts) == most):
+            full = torch.cat([full[r * most + at : r * most + at + b - a] for a, b, r, at in split.cover])
+        return full.view(local.dtype).movedim(0, dim).contiguous()
+
+    def sum_parts(self, full: Tensor, dim: int, split: Split) -> Tensor:
+        """Returns this rank's part of the sum over the group; no entry is on two ranks."""
+        front, most = full.movedim(dim, 0), max(split.counts)
+        if split.in_order and min(split.counts) == most:
+            flat = front.contiguous()
+        else:
+            flat = front.new_zeros(self.size * most, *front.shape[1:])
+            for a, b, r, at in split.cover:
+                flat[r * most + at : r * most + at + b - a] = front[a:b]
+        out = flat.new_empty(most, *flat.shape[1:])
+        self.collectives.reduce_scatter(flat.view(-1), out.view(-1), "tensor: reduce-scatter")
+        return out[: split.count(self.rank)].movedim(0, dim).contiguous()
+
+    def part(self, full: Tensor, dim: int, split: Split) -> Tensor:
+        """Returns this rank's part of a whole tensor; a view where it is one range."""
+        parts = [full.narrow(dim, a, b - a) for a, b in split.ranges[self.rank]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+
+
+def shared(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Returns a whole tensor as an operand of what is divided; see [Note: whole and partial]."""
+    return _Shared.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+
+def summed(partial: Tensor, group: TensorGroup) -> Tensor:
+    """Returns the whole sum of what the ranks have; `partial` is used up."""
+    return _Summed.apply(partial, group)
+
+
+def gathered(local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+    """Returns the whole tensor of parts."""
+    return _Gathered.apply(local, dim, split, group)
+
+
+def gathered_for_parts(local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+    """Returns the whole tensor of parts, as an operand of what is divided otherwise."""
+    return _GatheredForParts.apply(local, dim, split, group)
+
+
+def part_of(full: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+    """Returns this rank's part of a whole tensor."""
+    return _Part.apply(full, dim, split, group)
+
+
+def summed_part(partial: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+    """Returns this rank's part of the sum of what the ranks have."""
+    return _SummedPart.apply(partial, dim, split, group)
+
+
+class _Shared(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return tensor.detach()  # not a view: one would keep what it is a view of
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.group.sum(gradient), None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(partial.detach(), own=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+        ctx.place = dim, split, group
+        return group.gather(local, dim, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dim, split, group = ctx.place
+        local = group.part(gradient, dim, split)
+        if not split.once:
+            # What several ranks have was taken from one of them, so the others' has no gradient.
+            own = [at + n for a, b, r, at in split.cover if r == group.rank for n in range(b - a)]
+            kept = torch.zeros_like(local)
+            index = torch.tensor(own, dtype=torch.int64, device=local.device)
+            local = kept.index_copy(dim, index, local.index_select(dim, index))
+        return local, None, None, None
+
+
+class _GatheredForParts(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+        ctx.place = dim, split, group
+        return group.gather(local, dim, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dim, split, group = ctx.place
+        return group.sum_parts(gradient, dim, split), None, None, None
+
+
+class _Part(Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+        ctx.place = dim, split, group
+        return group.part(full, dim, split).detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dim, split, group = ctx.place
+        if split.once:
+            return group.gather(gradient, dim, split), None, None, None
+        shape = list(gradient.shape)
+        shape[dim] = split.size
+        full = gradient.new_zeros(shape)
+        index = torch.tensor(split.places(group.rank), dtype=torch.int64, device=full.device)
+        return group.sum(full.index_copy_(dim, index, gradient), own=True), None, None, None
+
+
+class _SummedPart(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+        ctx.place = dim, split, group
+        return group.sum_parts(partial, dim, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dim, split, group = ctx.place
+        return group.gather(gradient, dim, split), None, None, None
