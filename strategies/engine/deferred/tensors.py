@@ -179,6 +179,12 @@ def _mark(tensor: Tensor) -> None:
     tensor.__class__ = _classes[own]
 
 
+def give_own_class(tensor: Tensor, own: type[Tensor]) -> None:
+    """Gives a tensor another class; to a deferred one, the class that it has once it is not."""
+    tensor.__class__ = own
+    _mark(tensor)
+
+
 @contextmanager
 def deferred_init(device: torch.device | str | None = None) -> Iterator[None]:
     """A module built in this context takes no memory: its parameters get their values when they are sharded.

@@ -6,6 +6,7 @@ import torch
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.transforms.forward import replace_forward
 from shardlight.strategies.engine.transforms.tensor import elementwise, loss, products, reductions, views
+from shardlight.strategies.engine.transforms.tensor.cut_parameter import mark_cut
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
 from shardlight.strategies.engine.transforms.tensor.layers import whole_input
 from shardlight.strategies.engine.transforms.tensor.plan import TensorPlan
@@ -37,12 +38,13 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name not in plan.cuts or id(parameter) in done:
                 continue
-            shape = plan.cuts[name][0]
+            shape, dim, split = plan.cuts[name]
             if tuple(parameter.shape) != shape:
                 raise TensorError(f"tensor: '{name}' is {tuple(parameter.shape)}, and was {shape} in the plan.")
             done.add(id(parameter))
             parameter.data = plan.part(name, parameter.data, group.rank)
             parameter.grad = None
+            mark_cut(parameter, dim, split, group)
     undos: list[Callable[[], None]] = []
     for name, layer in plan.layers.items():
         undos.append(replace_forward(modules[name], layer.forward(group, along_sequence=plan.norms == "sharded")))

@@ -135,18 +135,25 @@ def pointwise(func: Callable, args: tuple, kwargs: dict, draws: bool = False) ->
 
 
 def common_place(parts: list[Sharded]) -> tuple[int, Split] | None:
-    """Returns which dimension, counted from the last one, all are divided along, and what every rank has of all."""
-    behind = parts[0].axis - len(parts[0].whole_shape)
+    """Returns which dimension, counted from the last one, all are divided along, and what every rank has of all.
+
+    A single entry that all ranks have (the one head of keys) is broadcast against the others.
+    """
+    places = {other.axis - len(other.whole_shape) for other in parts}
+    if len(places) != 1:
+        return None
     split = parts[0].division
     for other in parts[1:]:
-        if other.axis - len(other.whole_shape) != behind:
-            return None
-        if not other.division.same(split):
+        if split.size == 1:
+            split = other.division
+        elif other.division.size != 1 and not other.division.same(split):
             inner = narrower(split, other.division)
             if inner is None:
                 return None
             split = inner
-    return behind, split
+    if any(other.division.size == 1 != split.size and other.division.once for other in parts):
+        return None
+    return places.pop(), split
 
 
 def narrower(a: Split, b: Split) -> Split | None:
@@ -169,6 +176,8 @@ def fits(tensor: Tensor, behind: int, split: Split) -> bool:
 
 def operand(tensor: Tensor, behind: int, split: Split, group: TensorGroup) -> Tensor:
     """Returns this rank's part of an operand; of a whole one that is the same everywhere, all of it."""
+    if type(tensor) is Sharded and tensor.division.size == 1 != split.size:
+        return local_of(tensor)
     if type(tensor) is Sharded:
         return narrowed(local_of(tensor), tensor.axis, tensor.division, split, group.rank)
     if tensor.dim() < -behind or tensor.shape[behind] != split.size or split.size == 1:

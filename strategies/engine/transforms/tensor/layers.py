@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from shardlight.strategies.engine.transforms.forward import Forward
 from shardlight.strategies.engine.transforms.tensor.attention import multihead_forward
-from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup, shared, summed, summed_part
-from shardlight.strategies.engine.transforms.tensor.products import column, entering, row
-from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, full, sharded
+from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup, shared
+from shardlight.strategies.engine.transforms.tensor.products import column, entering, look_up, row
+from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, full, layer_running, sharded
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -82,10 +82,10 @@ class Layer:
             return sharded(local, local.dim() - 1, split, group)
 
         def run_vocab(module: Any, input: Tensor) -> Tensor:
-            return embedding(module, input, split, group, along_sequence)
+            return look_up(input, module.weight, split, group, module.padding_idx, along_sequence)
 
         if self.how == "attention":
-            return lambda forward: multihead_forward(split, group, along_sequence)
+            return lambda forward: _running(multihead_forward(split, group, along_sequence))
         run = {
             "column": run_column,
             "head": run_column,
@@ -93,29 +93,15 @@ class Layer:
             "vocab": run_vocab,
             "shared heads": run_shared_heads,
         }[self.how]
-        return lambda forward: run
+        return lambda forward: _running(run)
 
 
-def embedding(module: Any, words: Tensor, split: Split, group: TensorGroup, along_sequence: bool) -> Tensor:
-    """Looks up the words that this rank has, and adds up: (...) whole -> (..., width) whole.
+def _running(run: Forward) -> Forward:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with layer_running():
+            return run(module, *args, **kwargs)
 
-    Raises: IndexError: a word is not in the vocabulary.
-    """
-    words = full(words) if type(words) is Sharded else words
-    own = split.ranges[group.rank]
-    first, stop = own[0] if own else (0, 0)
-    if words.device.type == "cpu" and words.numel() and (int(words.min()) < 0 or int(words.max()) >= split.size):
-        raise IndexError(f"index out of range in self: word {int(words.max())} of {split.size}")
-    elsewhere = (words < first) | (words >= stop)
-    padding = module.padding_idx
-    padding = None if padding is None or not first <= padding < stop else padding - first
-    found = F.embedding((words - first).masked_fill(elsewhere, 0), module.weight, padding)
-    found = found.masked_fill(elsewhere[..., None], 0.0)
-    if along_sequence and found.dim() > 1:
-        dim = found.dim() - 2
-        positions = Split.even(found.shape[dim], group.size)
-        return sharded(summed_part(found, dim, positions, group), dim, positions, group)
-    return summed(found, group)
+    return forward
 
 
 def whole_input(forward: Forward) -> Forward:

@@ -104,6 +104,56 @@ def _linear(func: Callable, args: tuple, kwargs: dict) -> Any:
     return sharded(out, x.axis, x.division, group)
 
 
+def look_up(
+    words: Tensor,
+    weight: Tensor,
+    split: Split,
+    group: TensorGroup,
+    padding: int | None = None,
+    along_sequence: bool = False,
+) -> Tensor:
+    """Looks up the words that this rank has, and adds up: (...) whole -> (..., width) whole.
+
+    Args:
+        weight: (words of this rank, width).
+        padding: the word whose row gets no gradient.
+    Raises: IndexError: a word is not in the vocabulary.
+    """
+    words = full(words) if type(words) is Sharded else words
+    own = split.ranges[group.rank]
+    first, stop = own[0] if own else (0, 0)
+    if words.device.type == "cpu" and words.numel() and not 0 <= int(words.min()) <= int(words.max()) < split.size:
+        raise IndexError(f"index out of range in self: words {int(words.min())} to {int(words.max())} of {split.size}")
+    elsewhere = (words < first) | (words >= stop)
+    padding = None if padding is None or not first <= padding < stop else padding - first
+    found = F.embedding((words - first).masked_fill(elsewhere, 0), weight, padding)
+    found = found.masked_fill(elsewhere[..., None], 0.0)
+    if along_sequence and found.dim() > 1:
+        dim = found.dim() - 2
+        positions = Split.even(found.shape[dim], group.size)
+        return sharded(summed_part(found, dim, positions, group), dim, positions, group)
+    return summed(found, group)
+
+
+@on_parts(F.embedding)
+def _embedding(func: Callable, args: tuple, kwargs: dict) -> Any:
+    given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+    words, weight = given.pop("input"), given.pop("weight")
+    padding = given.pop("padding_idx", None)
+    if any(given.values()):
+        return NotImplemented
+    if type(weight) is not Sharded:
+        out = F.embedding(words.local, shared(seen(weight), words.group), padding)
+        return sharded(out, words.axis, words.division, words.group)
+    if weight.axis == 0:
+        padding = padding + weight.division.size if padding is not None and padding < 0 else padding
+        return look_up(words, local_of(weight), weight.division, weight.group, padding)
+    if type(words) is Sharded:
+        return NotImplemented
+    out = F.embedding(words, local_of(weight), padding)
+    return sharded(out, out.dim() - 1, weight.division, weight.group)
+
+
 @on_parts(*named("matmul bmm mm __matmul__ __rmatmul__"))
 def _matmul(func: Callable, args: tuple, kwargs: dict) -> Any:
     if kwargs or len(args) != 2:

@@ -11,14 +11,15 @@ the table (a user's autograd.Function, a C++ extension), it is a node of the gra
 and operations of the dispatcher gather it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup, gathered, part_of
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from shardlight.strategies.errors import StrategyError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
@@ -30,6 +31,43 @@ TABLE: dict[Any, Handler] = {}
 
 _unseen = torch._C.DisableTorchFunctionSubclass
 aten = torch.ops.aten
+
+
+_layers = 0
+"""How many forwards of layers that are cut are running."""
+
+
+@contextmanager
+def layer_running() -> Iterator[None]:
+    """Lets parameters that are cut be this rank's parts; see [Note: cut parameters]."""
+    global _layers
+    _layers += 1
+    try:
+        yield
+    finally:
+        _layers -= 1
+
+
+def in_layer() -> bool:
+    """Whether a layer that is cut is running."""
+    return _layers > 0
+
+
+class ParameterPart(nn.Parameter):
+    """A parameter of which this rank has a part; see [Note: cut parameters]."""
+
+    _shardlight_cut: "tuple[int, Split, TensorGroup]"
+
+
+def whole_parameters(values: Any) -> Any:
+    """Returns arguments with tensors of logical shape in the place of parameters of which this rank has a part."""
+
+    def whole(parameter: ParameterPart) -> Tensor:
+        with _unseen():
+            part = parameter.view_as(parameter)
+        return sharded(part, *parameter._shardlight_cut)
+
+    return tree_map_only(ParameterPart, whole, values)
 
 
 class Sharded(Tensor):
@@ -62,6 +100,8 @@ class Sharded(Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs a function on parts, or gathers."""
         kwargs = kwargs or {}
+        if not _layers and len(types) > 1:
+            args, kwargs = whole_parameters((args, kwargs))
         handler = TABLE.get(func)
         if handler is not None:
             result = handler(func, args, kwargs)

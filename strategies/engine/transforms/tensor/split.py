@@ -162,7 +162,7 @@ def reshaped(shape: Sequence[int], dim: int, split: Split, out: Sequence[int]) -
     ]
     for place in range(first, last):
         n, inner = out[place], math.prod(out[place + 1 : last])
-        found = _divided(flat, math.prod(out[first:place]), n, inner) if n > 1 else None
+        found = _divided(flat, math.prod(out[first:place]), n, inner)
         if found is not None:
             return place, (split if found == split.ranges and n == split.size else Split(n, found))
     return None
