@@ -23,9 +23,9 @@ from shardlight.strategies.data_position import DataPosition
 from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise_others, refuse_unrecorded
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.groups import EngineGroups
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
-from shardlight.strategies.engine.units import ONE_STAGE, Stages
 from shardlight.strategies.engine.window import StepResult
 from shardlight.strategies.errors import GradientError, StrategyError
 from shardlight.strategies.loss_log import LossLog
@@ -220,11 +220,11 @@ class ShardedStrategy(DataLoading):
             self._reset_optimizers_and_schedulers()
             if fitting:
                 self.setup_optimizers(trainer)
-            stages = self._cut(module)
-            if stages is not ONE_STAGE:
+            part = self._cut(module)
+            if part is not WHOLE_MODEL:
                 _cut_by[module] = ref(self)
             if fitting:
-                self._look_for_room(module, stages)
+                self._look_for_room(module, part)
             groups, options = self._engine_groups(), self.options
             self._engine = Engine(
                 module,
@@ -242,7 +242,7 @@ class ShardedStrategy(DataLoading):
                 options.optimizer_kernel,
                 options.moments_dtype,
                 offload_of(options),
-                stages,
+                part,
             )
             self._engine.on_raw_step = WeakMethod(self._note_step)
             _engines[module] = ref(self._engine)
@@ -264,18 +264,18 @@ class ShardedStrategy(DataLoading):
                 hold_when_skipped(config.scheduler, self)
         self.setup_precision_plugin()
 
-    def _cut(self, module: nn.Module) -> Stages:
+    def _cut(self, module: nn.Module) -> ModelPart:
         """Takes out of the module, and of the optimizers, what is on other ranks' stages of a pipeline."""
-        return ONE_STAGE
+        return WHOLE_MODEL
 
     @classmethod
     def defers(cls) -> bool:
         """Whether modules are built without memory if `defer` is not set."""
         return cls.plan.shard_parameters
 
-    def _look_for_room(self, module: nn.Module, stages: Stages) -> None:
+    def _look_for_room(self, module: nn.Module, part: ModelPart) -> None:
         dtypes, options = self.precision_plugin.dtype_policy(), self.options
-        where = self.root_device, stages, self.data_world_size
+        where = self.root_device, part, self.data_world_size
         self.room = room_for(module, self.plan, options, self.optimizers, dtypes, *where)
         self.on_room(self.room)
         if not self.options.force:

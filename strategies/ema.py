@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from shardlight.strategies.checkpoint.parts import SHARDED, OwnedPart, StoredParts
+from shardlight.strategies.checkpoint.parts import SHARDED, OwnedPart, StoredParts, replica_share
 from shardlight.strategies.errors import StrategyError
 from shardlight.strategies.notices import notify
 from torch import Tensor, nn
@@ -197,7 +197,9 @@ class ShardedEMA(pl.Callback):
         for name, parameter, _ in self._parts(trainer):
             piece = engine.owned_piece(parameter)
             if name in self._averages and piece is not None:
-                parts[PREFIX + name] = OwnedPart(self._averages[name], engine.full_shape(parameter), piece[0])
+                of, average = engine.slice_of(parameter), self._averages[name]
+                start, part = replica_share(engine, parameter, piece[0], average)
+                parts[PREFIX + name] = OwnedPart(part, of, start)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -210,7 +212,8 @@ class ShardedEMA(pl.Callback):
         for name, parameter, part in parts:
             piece = engine.owned_piece(parameter)
             if stored.has(PREFIX + name) and piece is not None:
-                average = stored.read(PREFIX + name, piece[0], piece[0] + part.numel())
+                of, stop = engine.slice_of(parameter), piece[0] + part.numel()
+                average = stored.read(PREFIX + name, piece[0], stop, of)
                 self._averages[name] = average.to(part.device, _wide(part.dtype), copy=True)
         if not self._averages and checkpoint.get("global_step"):
             notify(

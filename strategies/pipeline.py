@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.mesh import Mesh
+from shardlight.strategies.engine.part import ModelPart
 from shardlight.strategies.engine.partition import find_units
 from shardlight.strategies.engine.pipeline.balance import balance, check_balance
 from shardlight.strategies.engine.pipeline.chain import Chain, find_chain, stage_parameters
@@ -29,7 +30,6 @@ from shardlight.strategies.engine.pipeline.estimate import estimated_costs
 from shardlight.strategies.engine.pipeline.runner import Runner
 from shardlight.strategies.engine.pipeline.schedules import Schedule, build
 from shardlight.strategies.engine.plan import PLANS, StatePlan
-from shardlight.strategies.engine.units import Stages
 from shardlight.strategies.errors import CheckpointError, PipelineError, StrategyError
 from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, same_batch, split_batch
 from shardlight.strategies.options import ROWS, PipelineOptions
@@ -71,7 +71,7 @@ class Pipeline(ShardedStrategy):
     @property
     def data_rank(self) -> int:
         """This rank's number among those that see different data."""
-        return self.mesh.place(self.global_rank)
+        return self.mesh.place(self.global_rank).data
 
     @property
     def data_world_size(self) -> int:
@@ -131,7 +131,7 @@ class Pipeline(ShardedStrategy):
                 "stage by stage. Leave it out, or use zero3."
             )
 
-    def _cut(self, module: nn.Module) -> Stages:
+    def _cut(self, module: nn.Module) -> ModelPart:
         options, mesh = self.options, self.mesh
         chain = find_chain(module, options.blocks)
         costs = estimated_costs(module, chain)
@@ -139,7 +139,7 @@ class Pipeline(ShardedStrategy):
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         ranges = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
         by_stage = stage_parameters(module, chain, ranges, options.everywhere)
-        rank = mesh.stage(self.global_rank)
+        rank = mesh.place(self.global_rank).pipeline
         on = {
             place: set().union(*(by_stage[stage] for stage in schedule.stages_of(place)))
             for place in range(mesh.pipeline)
@@ -160,7 +160,7 @@ class Pipeline(ShardedStrategy):
         own = [(chain.names[i], chain.blocks[i]) for stage in cut.mine for i in ranges[stage]]
         self._stage = _Stage(cut, schedule, counts, sorted(set(shared.values())))
         self._say(chain, schedule, counts, costs)
-        return Stages(
+        return ModelPart(
             blocks=own,
             shared={n: places for n, places in shared.items() if rank in places},
             elsewhere=frozenset(cut.dropped),

@@ -90,8 +90,8 @@ def engine_groups(
         joint: sets of stages that share parameters.
     Raises: StrategyError: the number of ranks does not divide by `shard_size`.
     """
-    mesh = mesh or Mesh(1, dist.get_world_size())
-    ranks, rank = mesh.data, dist.get_rank()
+    mesh = mesh or Mesh(data=dist.get_world_size())
+    ranks, place = mesh.data, mesh.place(dist.get_rank())
     size = shard_size or ranks
     if ranks % size:
         fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -102,17 +102,28 @@ def engine_groups(
     def new(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         return _own_group(backend, timeout_s, lists)
 
-    stages = mesh.stages()
-    world, shard, replicate = None if ranks == 1 else new(stages), None, None
+    same = mesh.lines("data")
+    world, shard, replicate = None if ranks == 1 else new(same), None, None
     if size != ranks:
-        shard = new([stage[first : first + size] for stage in stages for first in range(0, ranks, size)])
-        replicate = new([stage[place::size] for stage in stages for place in range(size)])
-    if mesh.pipeline == 1:
+        shard = new([line[first : first + size] for line in same for first in range(0, ranks, size)])
+        replicate = new([line[first::size] for line in same for first in range(size)])
+    if mesh.data == mesh.size:
         return EngineGroups(world, shard, replicate)
-    everyone, pipeline = new([range(mesh.size)]), new(mesh.pipelines())
-    held = {stages: new(mesh.ranks_of([stages])) for stages in sorted(joint)}
-    own = {stages: group for stages, group in held.items() if mesh.stage(rank) in stages}
-    return EngineGroups(world, shard, replicate, everyone, pipeline, own)
+    pipeline = new(mesh.lines("pipeline")) if mesh.pipeline > 1 else None
+    tensor = new(mesh.lines("tensor")) if mesh.tensor > 1 else None
+    both = pipeline is not None and tensor is not None
+    held = {stages: new(mesh.joined([stages])) for stages in sorted(joint)}
+    return EngineGroups(
+        world,
+        shard,
+        replicate,
+        everyone=new([range(mesh.size)]),
+        pipeline=pipeline,
+        tensor=tensor,
+        model=new(mesh.lines("pipeline", "tensor")) if both else pipeline or tensor,
+        stage=place.pipeline,
+        joint={stages: group for stages, group in held.items() if place.pipeline in stages},
+    )
 
 
 def _own_group(backend: str, timeout_s: float, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

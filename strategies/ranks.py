@@ -114,7 +114,7 @@ class RankCalls(DDPStrategy):
             return
         if self._engine is not None:
             self.engine.agreement.meet(f"barrier {name or ''}".strip())
-            if self.engine.ranks.pipeline.world_size > 1:
+            if self.engine.ranks.model.world_size > 1:
                 here = torch.zeros(1, dtype=torch.int64, device=self.root_device)
                 self.engine.everyone.gather_small(here, f"barrier {name or ''}".strip())
         else:

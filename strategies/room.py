@@ -21,10 +21,10 @@ from shardlight.strategies.engine.deferred.tensors import is_deferred
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.estimate import KINDS, Estimate, Setting, UnitShape, Where, estimate
 from shardlight.strategies.engine.offload import Offload
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.plan import PLANS, StatePlan
 from shardlight.strategies.engine.shapes import shapes_of
 from shardlight.strategies.engine.tiers import leftovers
-from shardlight.strategies.engine.units import ONE_STAGE, Stages
 from shardlight.strategies.engine.whole import needs_whole
 from shardlight.strategies.errors import NoRoomError
 from shardlight.strategies.options import ROWS, EngineOptions, offload_of
@@ -158,14 +158,14 @@ def room_for(
     optimizers: Sequence[Optimizer],
     dtypes: DtypePolicy,
     device: torch.device,
-    stages: Stages = ONE_STAGE,
+    part: ModelPart = WHOLE_MODEL,
     data_ranks: int | None = None,
 ) -> Room:
     """Returns what a fit takes and what there is, before an engine is made. Collective.
 
     Args:
         model: with full parameters, or built without memory.
-        stages: of a model that is one stage of a pipeline, whose other ranks have other parts of it.
+        part: which part of the whole model this rank has.
         data_ranks: how many ranks have the same part; None: all.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -179,7 +179,7 @@ def room_for(
         dtypes=dtypes,
         keep_small=options.keep_small,
         moments=moments,
-        stages=stages,
+        part=part,
     )
     mine = look_around(device, SWAP if offload is None else offload.disk or SWAP, model)
     everyone: list[Any] = [(mine, units)] * world_size

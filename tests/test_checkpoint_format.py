@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardlight.strategies.checkpoint import disk, safetensors_file
-from shardlight.strategies.checkpoint.boxes import Box, boxes_of_range, whole
 from shardlight.strategies.checkpoint.disk import write_file
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import CHUNK_BYTES, ITEMSIZE, MANIFEST, Manifest
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.trainer_state import _join
 from shardlight.strategies.checkpoint.writer import RankWriter
+from shardlight.strategies.engine.boxes import Box, boxes_of_range, whole
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 
 SHAPES = [(), (0, 3), (5,), (3, 4), (2, 3, 2), (2, 1, 3, 2), (1, 1)]
@@ -58,7 +59,7 @@ def write_checkpoint(folder, per_rank, content=None):
     for rank, held in enumerate(per_rank):
         writer = RankWriter(rank)
         for name, tensor, shape, start in held:
-            writer.add(name, tensor, shape, start)
+            writer.add(name, tensor, None if shape is None else Slice.whole(shape), start)
         file, mine = writer.write(folder)
         files.append(file)
         pieces += mine

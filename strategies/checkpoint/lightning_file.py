@@ -14,6 +14,7 @@ import torch
 from shardlight.strategies.checkpoint.codec import encode
 from shardlight.strategies.checkpoint.dtypes import NAMES
 from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
@@ -141,20 +142,23 @@ class LightningFile:
         """Returns the dtype of a tensor."""
         return self._tensors[name].dtype
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, of: Slice | None = None) -> Tensor:
         """Returns elements [start, stop) of a flattened tensor, or the whole tensor in its shape.
 
+        Args:
+            of: the part of the tensor that is meant; None: all of it.
         Raises: CheckpointError: the tensor is not there.
         """
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: '{name}' is not in the checkpoint.")
-        tensor = self._tensors[name]
+        tensor = self._tensors[name] if of is None else of.of(self._tensors[name])
         part = tensor if start == 0 and stop is None else tensor.reshape(-1)[start:stop]
         return part.clone()  # not the file itself
 
-    def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
+    def read_into(self, out: Tensor, name: str, start: int = 0, of: Slice | None = None) -> None:
         """Overwrites `out`, (n,), with elements [start, start + n) of a flattened tensor, converted to its dtype."""
-        out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
+        tensor = self._tensors[name] if of is None else of.of(self._tensors[name])
+        out.copy_(tensor.reshape(-1)[start : start + out.numel()])
 
     def verify(self, share: tuple[int, int] = (0, 1), wanted: Callable[[str], bool] | None = None) -> None:
         """Does nothing: there are no checksums."""

@@ -89,7 +89,7 @@ def export_running(
 def _tensors(engine: Engine, state: Mapping[str, Any], dtype: torch.dtype | None) -> list[OutTensor]:
     """Returns what to write, a tied weight under each of its names; in the order of `export`: other names come last.
 
-    Under pipeline it is what all stages have, stage by stage. Collective then.
+    Where ranks have parts of the model it is what all of them have. Collective then.
     """
     first: dict[int, str] = {}
     found, aliases = [], []
@@ -99,9 +99,9 @@ def _tensors(engine: Engine, state: Mapping[str, Any], dtype: torch.dtype | None
         source = first.setdefault(id(value), name) if isinstance(value, nn.Parameter) else name
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
         kind = out_dtype(value.dtype if piece is None else piece[1].dtype, dtype)
-        (found if source == name else aliases).append(OutTensor(name, source, engine.full_shape(value), kind))
-    if engine.ranks.pipeline.world_size > 1:
-        by_stage = engine.ranks.pipeline.gather_objects((found, aliases), "tensors of an export")
+        (found if source == name else aliases).append(OutTensor(name, source, engine.slice_of(value).shape, kind))
+    if engine.ranks.model.world_size > 1:
+        by_stage = engine.ranks.model.gather_objects((found, aliases), "tensors of an export")
         every = [tensor for kind in (0, 1) for stage in by_stage for tensor in stage[kind]]
         return list({tensor.name: tensor for tensor in every}.values())
     return found + aliases
@@ -124,12 +124,17 @@ def _write_own(engine: Engine, state: Mapping[str, Any], path: Path, file: OutFi
         for tensor in file.tensors:
             if tensor.source not in state:
                 continue  # another stage of a pipeline has it
-            start, flat = _own_part(engine, tensor.source, state[tensor.source])
-            step = max(1, CHUNK_BYTES // tensor.dtype.itemsize)
+            value = state[tensor.source]
+            start, flat = _own_part(engine, tensor.source, value)
+            of, width = engine.slice_of(value), tensor.dtype.itemsize
+            step = max(1, CHUNK_BYTES // width)
             for low in range(0, flat.numel(), step):
-                at = file.offsets[tensor.name] + (start + low) * tensor.dtype.itemsize
-                for data in bytes_of(cast(flat[low : low + step], tensor.dtype, tensor.name)):
-                    at += _write_at(out, data, at)
+                chunk = cast(flat[low : low + step], tensor.dtype, tensor.name)
+                runs = ((start + low, chunk),) if of.is_whole else of.runs(chunk, start + low)
+                for first, run in runs:
+                    at = file.offsets[tensor.name] + first * width
+                    for data in bytes_of(run):
+                        at += _write_at(out, data, at)
         os.fsync(out)
     finally:
         os.close(out)
@@ -139,9 +144,9 @@ def _own_part(engine: Engine, name: str, value: Tensor) -> tuple[int, Tensor]:
     """Returns (start, flat part) of what this rank writes; each element is written by one rank."""
     piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
     if piece is None:
-        mine = engine.collectives.rank == 0 and engine.stages.writes(name)
+        mine = engine.collectives.rank == 0 and engine.ranks.tensor.rank == 0 and engine.part.writes(name)
         return 0, value.detach().reshape(-1) if mine else value.detach().reshape(-1)[:0]
-    return replica_share(engine, *piece)
+    return replica_share(engine, value, *piece)
 
 
 def _write_at(file: int, data: memoryview, at: int) -> int:

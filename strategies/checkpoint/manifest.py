@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardlight.strategies.checkpoint.boxes import Box
+from shardlight.strategies.engine.boxes import Box
 from shardlight.strategies.errors import CheckpointError
 
 FORMAT = "shardlight-checkpoint"

@@ -57,7 +57,7 @@ def _add_state(
             start, part = _part_to_write(engine, optimizer, parameter, value.reshape(-1))
             tensors.append(key)
             if part.numel() or (not value.numel() and owner):
-                writer.add(prefix + key, part, engine.full_shape(parameter), start)
+                writer.add(prefix + key, part, engine.slice_of(parameter), start)
         elif is_tensor and whole and value.numel() != 1:
             tensors.append(key)
             if owner:
@@ -71,11 +71,11 @@ def _part_to_write(engine: Engine, optimizer: Optimizer, parameter: nn.Parameter
     """Returns (start, range) of what this rank writes of state that is laid out like what the optimizer got."""
     start, stop = engine.local_parameters.span(parameter, optimizer)
     if engine.local_parameters.plan.shard_optimizer:
-        return replica_share(engine, start, flat)
+        return replica_share(engine, parameter, start, flat)
     piece = engine.owned_piece(parameter)
     if piece is None:
         return 0, flat[: flat.numel() if engine.collectives.rank == 0 else 0]
-    first, part = replica_share(engine, *piece)
+    first, part = replica_share(engine, parameter, *piece)
     assert (start, stop) == (0, flat.numel())
     return first, flat[first : first + part.numel()]
 
@@ -177,7 +177,7 @@ class SavedOptimizer:
         self._home = {n: i for i, group in enumerate(self._groups) for n in group["params"] if n is not None}
         here = [local.name(p) for group in self._optimizer.param_groups for p in group["params"]]
         self.fresh = [n for n in here if n is not None and n not in self._home and n not in self._skip]
-        self.unused = [n for n in self._home if n not in {*here, *self._engine.stages.elsewhere}]
+        self.unused = [n for n in self._home if n not in {*here, *self._engine.part.elsewhere}]
         for name in here:
             state = self._states.get(name or "")
             if state is None or name in self._skip:
@@ -225,12 +225,13 @@ class SavedOptimizer:
         if name not in self._states:
             return
         stored = self._states[name]
+        of = self._engine.slice_of(parameter)
         span, kept = local.span(parameter, self._optimizer), local.moment_dtype(mine)
         state: dict[str, Any] = {k: _restore_scalar(v, parameter, mine, k, kept) for k, v in stored["scalars"].items()}
         for key in stored["tensors"]:
             tensor = f"{self._prefix}{name}/{key}"
-            if reader.shape(tensor) == self._engine.full_shape(parameter):
-                value = reader.read(tensor, *span).view(mine.shape)
+            if reader.shape(tensor) == of.shape:
+                value = reader.read(tensor, *span, of).view(mine.shape)
             else:  # such as the factors of a second moment
                 value = reader.read(tensor)
             state[key] = _like(value, mine, kept)

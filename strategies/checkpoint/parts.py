@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
-from torch import Tensor
+from shardlight.strategies.engine.slices import Slice
+from torch import Tensor, nn
 
 SHARDED = "sharded"
 """Their key in the Trainer's checkpoint dict."""
@@ -18,13 +19,14 @@ SHARDED = "sharded"
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """Elements [start, start + n) of a flattened tensor, which this rank writes."""
+    """Elements [start, start + n) of a rank's flattened part of a tensor, which this rank writes."""
 
     part: Tensor
     """(n,)"""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
+    of: Slice
+    """Which part of the tensor this rank has."""
     start: int
+    """Of the range, in that part as flattened."""
 
 
 class StoredParts:
@@ -42,18 +44,23 @@ class StoredParts:
         """Whether the tensor is there."""
         return self._reader.has(name) and name.partition("/")[2] not in self._skip
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: some are missing."""
-        return self._reader.read(name, start, stop)
+    def read(self, name: str, start: int, stop: int, of: Slice | None = None) -> Tensor:
+        """Returns elements [start, stop) of the flattened tensor, or of a part of it (`of`).
+
+        Raises: CheckpointError: some are missing.
+        """
+        return self._reader.read(name, start, stop, of)
 
 
-def replica_share(engine: Engine, start: int, part: Tensor) -> tuple[int, Tensor]:
+def replica_share(engine: Engine, parameter: nn.Parameter, start: int, part: Tensor) -> tuple[int, Tensor]:
     """Returns (start, range) of what this rank writes of a range that it owns: replicas share the work.
 
     Args:
-        start: of the range, in the flattened tensor.
+        start: of the range, in the flattened parameter.
         part: (n,) its elements.
     """
+    if not engine.accounts_for(parameter):
+        return start, part[:0]
     replicate = engine.ranks.replicate
     low, high = (part.numel() * r // replicate.world_size for r in (replicate.rank, replicate.rank + 1))
     return start + low, part[low:high]
@@ -62,5 +69,5 @@ def replica_share(engine: Engine, start: int, part: Tensor) -> tuple[int, Tensor
 def add_parts(parts: dict[str, OwnedPart], writer: RankWriter, rank: int) -> None:
     """Adds this rank's parts to what it writes."""
     for name, owned in parts.items():
-        if owned.part.numel() or (0 in owned.shape and rank == 0):
-            writer.add(name, owned.part, owned.shape, owned.start)
+        if owned.part.numel() or (0 in owned.of.shape and rank == 0):
+            writer.add(name, owned.part, owned.of, owned.start)

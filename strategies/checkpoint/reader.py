@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from shardlight.ops.crc32 import crc32_chunks
-from shardlight.strategies.checkpoint.boxes import Box, boxes_of_range, strides_of
 from shardlight.strategies.checkpoint.dtypes import TORCH_DTYPES
 from shardlight.strategies.checkpoint.manifest import (
     ITEMSIZE,
@@ -19,7 +18,9 @@ from shardlight.strategies.checkpoint.manifest import (
     n_chunks,
     open_plain,
 )
+from shardlight.strategies.engine.boxes import Box, strides_of
 from shardlight.strategies.engine.disk_tensor import DiskTensor
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 
@@ -67,37 +68,38 @@ class CheckpointReader:
         """Returns the dtype of a tensor."""
         return TORCH_DTYPES[self.tensors[name].dtype]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, of: Slice | None = None) -> Tensor:
         """Returns elements [start, stop) of a flattened tensor, or the whole tensor in its shape.
 
+        Args:
+            of: the part of the tensor that is meant; None: all of it.
         Raises: CheckpointError: the tensor is not there, or what is read is damaged.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: '{name}' is not in the checkpoint.")
-        shape = self.shape(name)
+        shape = self.shape(name) if of is None else of.local_shape
         end = math.prod(shape) if stop is None else stop
         flat = torch.empty(end - start, dtype=self.dtype(name))
-        self.read_into(flat, name, start)
+        self.read_into(flat, name, start, of)
         return flat.view(shape) if start == 0 and stop is None else flat
 
-    def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
+    def read_into(self, out: Tensor, name: str, start: int = 0, of: Slice | None = None) -> None:
         """Overwrites `out` with elements [start, start + n) of a flattened tensor, converted to its dtype.
 
         Args:
             out: (n,), any device.
+            of: see `read`.
         Raises: CheckpointError: see `read`; `out` is in part overwritten then.
         """
         tensor = self.tensors[name]
+        part_of = Slice.whole(tensor.shape) if of is None else of
+        if part_of.padding:
+            out.zero_()
         for low in range(0, out.numel(), _AT_ONCE):
             whole = part = out[low : low + _AT_ONCE]
             if isinstance(part, DiskTensor):
                 whole = part = torch.empty(part.numel(), dtype=part.dtype)
-            begin = start + low
-            for box in boxes_of_range(tensor.shape, begin, begin + part.numel()):
-                if not box.numel:
-                    continue
-                to = part[: box.numel].view(box.sizes)
-                part = part[box.numel :]
+            for box, to in part_of.parts(part, start + low):
                 for piece in tensor.pieces:
                     common = piece.box.common(box) if piece.box.numel else None
                     if common is not None:

@@ -9,6 +9,7 @@ from shardlight.strategies.checkpoint.lightning_file import LightningFile
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.checkpoint.weights import WeightSource, compare, write
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -123,13 +124,13 @@ class EditedState(WeightSource):
             value = value.changed
         return value.detach().reshape(-1)[start:stop]
 
-    def read_into(self, out: Tensor, name: str, start: int) -> None:
+    def read_into(self, out: Tensor, name: str, start: int, of: Slice | None = None) -> None:
         """See WeightSource."""
         value = self._state[name]
         if isinstance(value, StoredValue) and value.changed is None:
-            self._reader.read_into(out, value.stored_name, start)
+            self._reader.read_into(out, value.stored_name, start, of)
         else:
-            super().read_into(out, name, start)
+            super().read_into(out, name, start, of)
 
 
 def load_state(engine: Engine, weights: EditedState, state: Mapping[str, Any], strict: bool) -> None:
@@ -140,7 +141,7 @@ def load_state(engine: Engine, weights: EditedState, state: Mapping[str, Any], s
         state: the module's state dict with the engine's parameters themselves.
     Raises: CheckpointError: before anything is changed: names missing or too many (with `strict`), shapes that differ.
     """
-    report, sources, faults = compare(weights, state, elsewhere=engine.stages.elsewhere)
+    report, sources, faults = compare(weights, state, engine=engine)
     if not strict:
         report = replace(report, missing={}, unexpected={})
     if report.fault(weights.where) or faults:

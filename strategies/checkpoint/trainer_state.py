@@ -25,6 +25,7 @@ from shardlight.strategies.checkpoint.stored_values import EditedState, load_sta
 from shardlight.strategies.checkpoint.window import add_window
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -121,8 +122,7 @@ def _write_rank(
     if "optimizer_states" in checkpoint:
         content["optimizers"] = [add_optimizer(engine, i, o, writer) for i, o in enumerate(optimizers)]
         content["window"] = add_window(engine, writer) if window else None
-    if engine.writes_pieces:
-        add_parts(checkpoint.get(SHARDED, {}), writer, rank)
+    add_parts(checkpoint.get(SHARDED, {}), writer, rank)
     if rank == 0:
         plain = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", SHARDED)}
         content["trainer"] = encode(plain, "trainer", tensors)
@@ -136,7 +136,7 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
     """Adds this rank's pieces; returns the names that share another name's parameter."""
     first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    ranks = engine.collectives
+    ranks, first_of_slices = engine.collectives, engine.ranks.tensor.rank == 0
     replicated = 0
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -147,16 +147,16 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
         first_name[id(value)] = name
         piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
         if piece is not None and value.numel():
-            start, part = replica_share(engine, *piece)
+            start, part = replica_share(engine, value, *piece)
             if part.numel():
-                writer.add(f"model/{name}", part, engine.full_shape(value), start)
+                writer.add(f"model/{name}", part, engine.slice_of(value), start)
         else:
             # Parameters are the same on all ranks, which take turns. Buffers may have moved since: rank 0's count.
             turn = replicated % ranks.world_size if isinstance(value, nn.Parameter) else 0
-            if not isinstance(value, nn.Parameter) and not engine.stages.writes(name):
+            if not first_of_slices or not (isinstance(value, nn.Parameter) or engine.part.writes(name)):
                 continue
             if turn == ranks.rank and piece is not None:
-                writer.add(f"model/{name}", piece[1], engine.full_shape(value))
+                writer.add(f"model/{name}", piece[1], Slice.whole(tuple(value.shape)))
             elif turn == ranks.rank:
                 writer.add(f"model/{name}", value)
             replicated += isinstance(value, nn.Parameter)
@@ -202,8 +202,9 @@ def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, A
     """Returns what is good to know of a checkpoint."""
     ranks = engine.ranks
     mesh = {"shard": ranks.shard.world_size, "replicate": ranks.replicate.world_size}
-    if ranks.pipeline.world_size > 1:
-        mesh["pipeline"] = ranks.pipeline.world_size
+    for axis in ("pipeline", "tensor"):
+        if (size := getattr(ranks, axis).world_size) > 1:
+            mesh[axis] = size
     return {
         "strategy": engine.plan.name,
         "step": checkpoint.get("global_step"),

@@ -21,6 +21,7 @@ from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.engine.deferred.record import note_overwrite
 from shardlight.strategies.engine.deferred.tensors import is_deferred
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.slices import Slice, rows_of
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
 
@@ -51,12 +52,24 @@ class WeightSource(Protocol):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flattened tensor. Raises: CheckpointError: they cannot be read."""
 
-    def read_into(self, out: Tensor, name: str, start: int) -> None:
+    def read_into(self, out: Tensor, name: str, start: int, of: Slice | None = None) -> None:
         """Overwrites `out`, (n,), with elements [start, start + n) of the flattened tensor; see `read`.
 
         They are converted to its dtype. Sources that can read to where they are kept do it without a copy.
+
+        Args:
+            of: the part of the tensor that is meant; None: all of it.
         """
-        out.copy_(self.read(name, start, start + out.numel()))
+        if of is None or of.is_whole:
+            out.copy_(self.read(name, start, start + out.numel()))
+            return
+        out.zero_()
+        row = math.prod(of.shape[1:])
+        for box, to in of.parts(out, start):
+            for low, high in rows_of(box, of.shape, _CHUNK):
+                rows = self.read(name, low * row, high * row).view(high - low, *of.shape[1:])
+                inside = [slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True)]
+                to[low - box.offsets[0] : high - box.offsets[0]].copy_(rows[(slice(None), *inside)])
 
 
 class TensorDict(WeightSource):
@@ -122,9 +135,9 @@ class SavedModel(WeightSource):
         """See WeightSource."""
         return self._reader.read(self.key(name), start, stop)
 
-    def read_into(self, out: Tensor, name: str, start: int) -> None:
+    def read_into(self, out: Tensor, name: str, start: int, of: Slice | None = None) -> None:
         """See WeightSource."""
-        self._reader.read_into(out, self.key(name), start)
+        self._reader.read_into(out, self.key(name), start, of)
 
     def verify(self, share: tuple[int, int]) -> None:
         """Compares a share of the weights with their checksums. Raises: CheckpointError: see CheckpointReader."""
@@ -282,9 +295,7 @@ def load_weights(
         if isinstance(weights, SavedModel):
             ranks = None if engine is None else engine.everyone
             weights.verify((0, 1) if ranks is None else (ranks.rank, ranks.world_size))
-        report, sources, faults = compare(
-            weights, state, rename, frozenset() if engine is None else engine.stages.elsewhere
-        )
+        report, sources, faults = compare(weights, state, rename, engine)
         if strict and report.fault(weights.where):
             faults.insert(0, report.fault(weights.where))
             faults.append("Rename with `rename`, or pass strict=False to load what fits.")
@@ -303,18 +314,19 @@ def compare(
     weights: WeightSource,
     state: Mapping[str, Tensor],
     rename: Rename | None = None,
-    elsewhere: Collection[str] = frozenset(),
+    engine: Engine | None = None,
 ) -> tuple[LoadReport, dict[str, str], list[str]]:
     """Finds where each tensor of a model is in a source.
 
     Args:
         state: the model's tensors by name; tied ones under each of their names.
-        elsewhere: names of the model's that are on other stages of a pipeline, and that a source may have.
+        engine: that holds the model's parameters, of which this rank may have a part only.
     Returns: the report; by one name of each model tensor its name in the source; and faults of any kind that no
         `strict=False` makes good: two tensors for one name, integers for reals, tied weights that differ.
     """
     faults: list[str] = []
     there: dict[str, str] = {}
+    elsewhere: Collection[str] = () if engine is None else engine.part.elsewhere
     for name in weights.names():
         new = _renamed(name, rename)
         if new is not None and new in there:
@@ -327,7 +339,7 @@ def compare(
     loaded, missing, mismatched, sources = [], {}, {}, {}
     for names in tied.values():
         present = [n for n in names if n in there]
-        here = tuple(state[names[0]].shape)
+        here = tuple(state[names[0]].shape) if engine is None else engine.slice_of(state[names[0]]).shape
         if not present:
             missing |= dict.fromkeys(names, here)
             continue
@@ -380,7 +392,7 @@ def _write(engine: Engine | None, weights: WeightSource, tensor: Tensor, source:
     if piece is not None:
         start, part = piece
         if part.numel():
-            weights.read_into(part, source, start)
+            weights.read_into(part, source, start, engine.slice_of(tensor))
         return
 
     def read(out: Tensor) -> None:

@@ -20,6 +20,7 @@ from shardlight.strategies.checkpoint.weights import refuse_together
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.engine import Engine
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.engine.window import Window
 from shardlight.strategies.errors import CheckpointError, GradientError
 from torch import Tensor
@@ -47,7 +48,8 @@ def add_window(engine: Engine, writer: RankWriter) -> Any:
     for buffer in engine.buffers:
         final = [s for s, n in enumerate(buffer.numbers) if (window.used[n] if window.closed else n in window.carried)]
         for slot, part in buffer.final_gradients(final).items():
-            _add(writer, "final/", buffer, slot, *replica_share(engine, buffer.span(slot)[0], part))
+            share = replica_share(engine, buffer.params[slot], buffer.span(slot)[0], part)
+            _add(writer, "final/", buffer, slot, *share)
         if not window.closed:
             for slot, part in buffer.unreduced().items():
                 _add(writer, sums, buffer, slot, 0, part)
@@ -62,7 +64,7 @@ def add_window(engine: Engine, writer: RankWriter) -> Any:
 def _add(writer: RankWriter, prefix: str, buffer: FlatBuffer, slot: int, start: int, part: Tensor) -> None:
     place = buffer.layout.slots[slot]
     if part.numel():
-        writer.add(prefix + place.name, part, place.shape, start)
+        writer.add(prefix + place.name, part, Slice.whole(place.shape), start)
 
 
 def _groups(engine: Engine) -> list[int]:
@@ -84,11 +86,11 @@ def load_window(engine: Engine, reader: CheckpointReader, skip: Collection[str] 
     engine.gradients.open_window()
     fault = ""
     if reader.content.get("window") is not None:
-        if engine.ranks.pipeline.world_size > 1:
+        if engine.ranks.model.world_size > 1:
             raise CheckpointError(
-                f"{reader.path}: it was saved inside an accumulation window, whose gradients a pipeline cannot take "
-                "up. Go on from a checkpoint that was saved when the optimizer had stepped, or take its weights alone "
-                "(init_from)."
+                f"{reader.path}: it was saved inside an accumulation window, whose gradients ranks that have parts of "
+                "the model cannot take up. Go on from a checkpoint that was saved when the optimizer had stepped, or "
+                "take its weights alone (init_from)."
             )
         try:
             with torch.no_grad():

@@ -31,6 +31,7 @@ from shardlight.strategies.engine.collectives import Transfer
 from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.flat_weights import BufferDtypes, FlatWeights
 from shardlight.strategies.engine.groups import Ranks
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
 from shardlight.strategies.engine.tiers import Fetched, Tiers
@@ -56,8 +57,9 @@ class FlatBuffer(FlatWeights):
         owner: Owner,
         dtypes: BufferDtypes,
         tiers: Tiers | None = None,
+        part: ModelPart = WHOLE_MODEL,
     ) -> None:
-        super().__init__(name, params, plan, ranks, owner, dtypes, tiers)
+        super().__init__(name, params, plan, ranks, owner, dtypes, tiers, part)
         self.reduce: Reduce = reduce
         self.reduce_dtype = dtypes.reduce
         self._reduction: Transfer | None = None

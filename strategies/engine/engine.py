@@ -32,15 +32,17 @@ from shardlight.strategies.engine.kernels import why_not_compiled, why_unknown
 from shardlight.strategies.engine.needs import Need, kind_of, unit_of
 from shardlight.strategies.engine.offload import Offload
 from shardlight.strategies.engine.optimizer import LocalParameters, shard_optimizer
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.ranges import STEP, begin, end
 from shardlight.strategies.engine.raw_step import RawStep
 from shardlight.strategies.engine.released import mark_gathered
 from shardlight.strategies.engine.replicas import Replicas
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.engine.tiers import open_tiers
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.compile import is_compiled, unwrap_compiled
-from shardlight.strategies.engine.units import ONE_STAGE, Stages, UnitTable
+from shardlight.strategies.engine.units import UnitTable
 from shardlight.strategies.engine.weights import Weights
 from shardlight.strategies.engine.window import RAW, StepResult, Window
 from shardlight.strategies.errors import GradientError, StrategyError
@@ -66,7 +68,7 @@ class Engine:
         transforms: what is done to the blocks before they are sharded.
         dtypes: see DtypePolicy.
         keep_gathered, keep_small, collectives, optimizer_kernel, moments_dtype, offload: see EngineOptions.
-        stages: of a model that is one stage of a pipeline, which blocks and which shared parameters it has.
+        part: see ModelPart.
     Raises: StrategyError: a unit class or a transform finds no module.
     """
 
@@ -85,7 +87,7 @@ class Engine:
         optimizer_kernel: OptimizerKernel = "auto",
         moments_dtype: MomentsDtype | None = None,
         offload: Offload | None = None,
-        stages: Stages = ONE_STAGE,
+        part: ModelPart = WHOLE_MODEL,
     ) -> None:
         if (transforms is not None and transforms.compile != "no") or is_compiled(model):
             # torch.compile does not look through classes of parameters.
@@ -100,7 +102,7 @@ class Engine:
         self.collectives = self.ranks.world
         """Over the ranks that have the same parameters; `everyone`: over all, also those of other pipeline stages."""
         self.everyone = self.ranks.everyone
-        self.stages = stages
+        self.part = part
         self.agreement = Agreement(self.collectives, self)
         self._had: dict[int, bool] = {}
         """By unit that is being gathered: whether this rank had it gathered already."""
@@ -118,7 +120,7 @@ class Engine:
                 dtypes,
                 keep_small,
                 self.tiers,
-                stages,
+                part,
             )
             self.replicas = Replicas(model, self.collectives)
         self.weights = Weights(model, self.table, self.agreement, keep_gathered)
@@ -371,12 +373,19 @@ class Engine:
 
     @property
     def writes_pieces(self) -> bool:
-        """Whether this rank is the one of its replicas that writes what cannot be shared out among them."""
-        return self.ranks.replicate.rank == 0
+        """Whether of the ranks that have the same this is the one that writes what cannot be shared out among them."""
+        return self.ranks.replicate.rank == 0 and self.ranks.tensor.rank == 0
 
-    def full_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """Returns the shape of a parameter or any other tensor, also of a released one."""
-        return tuple(tensor.shape)
+    def slice_of(self, tensor: Tensor) -> Slice:
+        """Returns which part of a logical tensor a parameter or any other tensor is, also a released one."""
+        number = self.table.number_of_id.get(id(tensor))
+        found = None if number is None else self.part.slices.get(self.table.names[number])
+        return Slice.whole(tuple(tensor.shape)) if found is None else found
+
+    def accounts_for(self, parameter: nn.Parameter) -> bool:
+        """Whether of the ranks that have a parameter, or the same slice of it, this one's shards go to checkpoints."""
+        number = self.table.number_of_id.get(id(parameter))
+        return number is None or self.part.accounts_for(self.table.names[number])
 
     def take_in_changes(self) -> None:
         """Takes changes that were made to whole parameters (in place, or of their `data`) into what is updated."""

@@ -16,6 +16,7 @@ from shardlight.strategies.engine.disk_tensor import DiskTensor, in_memory
 from shardlight.strategies.engine.dtypes import master_dtype
 from shardlight.strategies.engine.groups import Ranks
 from shardlight.strategies.engine.layout import FlatLayout, Piece
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.released import Owner, ReleasedParameter, mark, marked_class
 from shardlight.strategies.engine.tiers import Fetched, Tiers
@@ -42,6 +43,7 @@ class FlatWeights:
         name: for messages, e.g. "model.blocks.0".
         params: (name, parameter) pairs, all of one dtype and device; their data is moved into the buffer.
         tiers: for state that is not in memory; None: all is.
+        part: of the model; of `params` those that another rank accounts for come first.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FlatWeights:
         owner: Owner,
         dtypes: BufferDtypes,
         tiers: Tiers | None = None,
+        part: ModelPart = WHOLE_MODEL,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -61,10 +64,11 @@ class FlatWeights:
         """This rank's part, on its way from disk."""
         self._crc32 = 0
         """Where its home is on disk: of this rank's part of what was gathered."""
-        self.ranks = ranks
+        self.ranks, self.part = ranks, part
         self.collectives = collectives = ranks.shard
         self.params: list[nn.Parameter] = [p for _, p in params]
-        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], collectives.world_size, CHUNK)
+        copied = sum(not part.accounts_for(n) for n, _ in params)
+        self.layout = FlatLayout.pack([(n, tuple(p.shape)) for n, p in params], collectives.world_size, CHUNK, copied)
         own: torch.dtype = self.params[0].dtype
         self.dtype: torch.dtype = dtypes.compute or own
         self.home_dtype: torch.dtype = master_dtype(own, dtypes.compute)
@@ -107,6 +111,11 @@ class FlatWeights:
         self.copied = False
         """Whether this rank's part of `full` is a copy of `home` as it is, written with the step."""
 
+    @property
+    def copied_until(self) -> int:
+        """What is before this element is accounted for by another rank of the tensor group."""
+        return max((s.stop for s in self.layout.slots if not self.part.accounts_for(s.name)), default=0)
+
     def _start_weights(self, owner: Owner) -> Tensor:
         """Moves rank 0's values into the buffer, and the parameters with them; returns `home`. Collective."""
         start = torch.zeros_like(self.full, dtype=self.home_dtype) if self.mastered else self.full
@@ -121,6 +130,8 @@ class FlatWeights:
             if self._kind is not None:
                 parameter._shardlight_dtype = self.home_dtype
                 mark(parameter, self._kind)
+        if self.ranks.world.rank == 0 and self.ranks.tensor.world_size > 1:
+            self._take_start_weights_of_owners(start)
         self.ranks.world.broadcast(start, f"start weights of {self.name}")
         if self.mastered:
             self.full.copy_(start)
@@ -132,6 +143,15 @@ class FlatWeights:
             return self._at_home(start[self._own])
         # Gathered from where it is.
         return self.collectives.pages.fresh(self.layout.shard_numel, self.home_dtype).copy_(start[self._own])
+
+    def _take_start_weights_of_owners(self, start: Tensor) -> None:
+        """Makes what several ranks of the tensor group have equal on them. Collective within it."""
+        tensor = self.ranks.tensor
+        for name, slot in sorted((s.name, n) for n, s in enumerate(self.layout.slots)):
+            part = self.part.slices.get(name)
+            if part is None or part.owner is not None:
+                mine = self.slice(slot, start).view(-1)
+                mine.copy_(tensor.gather_small(mine, f"start weights of {name}")[self.part.owner(name)])
 
     def _on_disk(self) -> bool:
         """Whether `home` is to be on disk."""

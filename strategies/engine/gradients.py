@@ -289,9 +289,9 @@ class Gradients:
             for number, used in zip(numbers, there[1 + len(buffers) :], strict=True):
                 self.window.used[number] = used
         self.window.any_used = any(self.window.used)
-        if ranks.pipeline.world_size > 1:
-            mine = torch.tensor([int(self.window.any_used)], dtype=torch.int64, device=ranks.pipeline.device)
-            self.window.any_used = bool(ranks.pipeline.gather_small(mine, "gradients of other stages").any())
+        if ranks.model.world_size > 1:
+            mine = torch.tensor([int(self.window.any_used)], dtype=torch.int64, device=ranks.model.device)
+            self.window.any_used = bool(ranks.model.gather_small(mine, "gradients of other ranks").any())
         return several
 
     # --- for checkpoints

@@ -14,13 +14,19 @@ class EngineGroups:
     """The process groups of an engine. Unset: state is sharded over all ranks, and nothing is replicated."""
 
     world: dist.ProcessGroup | None
-    """The ranks that have the same parameters: of one stage, where there is a pipeline."""
+    """The ranks that have the same parameters, and see different data."""
     shard: dist.ProcessGroup | None = None
     replicate: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
-    """All ranks of all stages; unset: those of `world`."""
+    """All ranks; unset: those of `world`."""
     pipeline: dist.ProcessGroup | None = None
-    """The ranks that see the same data, one per stage; unset: there is one stage."""
+    """One rank per stage, which see the same data; unset: there is one stage."""
+    tensor: dist.ProcessGroup | None = None
+    """The ranks of one stage that see the same data, and have slices of the same parameters; unset: none has."""
+    model: dist.ProcessGroup | None = None
+    """The ranks that see the same data, and have the whole model together; unset: this rank alone."""
+    stage: int = 0
+    """Which stage this rank is at."""
     joint: Mapping[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """By stages that share parameters, this rank's among them: all ranks of these stages."""
 
@@ -44,15 +50,26 @@ class Ranks:
         self.shard = self.world if shard is None else Collectives(shard, device, self.world, transport)
         self.replicate = Collectives(groups.replicate, device, self.world, transport)
         self.everyone = self.world if everyone is None else Collectives(everyone, device, self.world, transport)
-        """All ranks, also those of other stages of a pipeline."""
+        """All ranks, also those that have other parts of the model."""
         self.pipeline = Collectives(groups.pipeline, device, self.world, transport)
         """One rank of each stage."""
+        self.tensor = Collectives(groups.tensor, device, self.world, transport)
+        """The ranks that have slices of the same parameters."""
+        same = groups.model is groups.pipeline, groups.model is groups.tensor
+        self.model = (
+            self.pipeline
+            if same[0]
+            else self.tensor
+            if same[1]
+            else Collectives(groups.model, device, self.world, transport)
+        )
+        """The ranks that see the same data."""
         self.joint: dict[tuple[int, ...], Ranks] = {
             stages: Ranks(EngineGroups(group), device, transport, self.world)
             for stages, group in sorted(groups.joint.items())
         }
         """By stages that share parameters: state of these is sharded over all ranks of these stages."""
-        self._stage = self.pipeline.rank
+        self._stage = groups.stage
 
     def counts(self, ranks: "Ranks") -> bool:
         """Whether what the ranks of a group hold together is counted on this rank's stage: the first that has it."""

@@ -45,7 +45,7 @@ class FlatLayout:
 
     @classmethod
     def pack(
-        cls, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, multiple: int = ALIGN
+        cls, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, multiple: int = ALIGN, apart: int = 0
     ) -> "FlatLayout":
         """Lays parameters out in the given order.
 
@@ -53,10 +53,11 @@ class FlatLayout:
             shapes: (name, shape) of each parameter; sizes of 0 and 0-dim shapes are allowed.
             world_size: number of shards.
             multiple: every shard's length is a multiple of this, in elements.
+            apart: what comes after the first `apart` parameters begins at a multiple of it as well.
         """
         slots, at = [], 0
-        for name, shape in shapes:
-            start = _round_up(at, ALIGN)
+        for index, (name, shape) in enumerate(shapes):
+            start = _round_up(at, multiple if apart and index == apart else ALIGN)
             at = start + math.prod(shape)
             slots.append(Slot(name, tuple(shape), start, at))
         return cls(tuple(slots), world_size, at, _round_up(at, world_size * multiple))

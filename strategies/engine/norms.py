@@ -21,7 +21,7 @@ def global_norm(buffers: Sequence[FlatBuffer], used: Sequence[bool], norm_type: 
     Args:
         used: by parameter number (in the order of the buffers), which gradients count.
         norm_type: 2.0 or inf.
-        ranks: those of the engine; where there are several stages, a parameter that some share counts once.
+        ranks: those of the engine; a parameter that several of a model's ranks have counts once.
     Returns: 0-dim fp64 on the buffers' device.
     Raises: StrategyError: another norm type.
     """
@@ -33,8 +33,8 @@ def global_norm(buffers: Sequence[FlatBuffer], used: Sequence[bool], norm_type: 
     nothing = torch.zeros(1, dtype=torch.float64, device=ranks.world.device)
     found = torch.cat(parts or [nothing])
     total = found.sum() if norm_type == 2.0 else found.max()
-    if ranks.pipeline.world_size > 1:
-        rows = ranks.pipeline.gather_small(total.view(1).double(), "gradient norm")
+    if ranks.model.world_size > 1:
+        rows = ranks.model.gather_small(total.view(1).double(), "gradient norm")
         total = rows.sum() if norm_type == 2.0 else rows.max()
     return total.sqrt() if norm_type == 2.0 else total
 
@@ -48,14 +48,14 @@ def _chunks(
         counts: False: they are counted on another stage, and this rank only takes part.
     """
     local: list[Tensor] = []
-    lengths: list[int] = []
+    spans: list[tuple[int, int]] = []
     first = 0
     for buffer in buffers:
         mask = used[first : first + len(buffer.params)]
         first += len(buffer.params)
         if buffer.ranks is ranks and any(mask):
             local.append(_squares(buffer, mask) if norm_type == 2.0 else abs_max(_masked(buffer, mask)).view(1))
-            lengths.append(-(-buffer.layout.used // CHUNK))
+            spans.append((-(-buffer.copied_until // CHUNK), -(-buffer.layout.used // CHUNK)))
     if not local:
         return []
     sharded = any(b.plan.shard_optimizer for b in buffers)
@@ -64,9 +64,10 @@ def _chunks(
         return []
     if norm_type != 2.0:
         return [rows.max().view(1)]
-    # Per buffer: the chunks of rank 0, rank 1, ... follow each other; padding chunks are cut off.
+    # Per buffer: the chunks of rank 0, rank 1, ... follow each other; padding chunks are cut off, and what another rank
+    # of the tensor group accounts for.
     parts = rows.split([t.numel() for t in local], dim=1)
-    return [p.reshape(-1)[:n] for p, n in zip(parts, lengths, strict=True)]
+    return [p.reshape(-1)[first:stop] for p, (first, stop) in zip(parts, spans, strict=True)]
 
 
 def _squares(buffer: FlatBuffer, mask: Sequence[bool]) -> Tensor:

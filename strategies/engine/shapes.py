@@ -6,11 +6,12 @@ import torch
 from shardlight.strategies.engine.deferred.tensors import home_of
 from shardlight.strategies.engine.dtypes import DtypePolicy, master_dtype
 from shardlight.strategies.engine.estimate import BufferShape, ParameterShape, UnitShape
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.partition import find_units, set_shared_apart, set_small_apart
 from shardlight.strategies.engine.plan import StatePlan
 from shardlight.strategies.engine.state_widths import moments_of
 from shardlight.strategies.engine.transforms.compile import unwrap_compiled
-from shardlight.strategies.engine.units import ONE_STAGE, Stages, kinds_of
+from shardlight.strategies.engine.units import kinds_of
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ def shapes_of(
     dtypes: DtypePolicy,
     keep_small: int = 0,
     moments: torch.dtype | None = None,
-    stages: Stages = ONE_STAGE,
+    part: ModelPart = WHOLE_MODEL,
 ) -> tuple[UnitShape, ...]:
     """Returns the units that an engine with these arguments would make.
 
@@ -32,14 +33,14 @@ def shapes_of(
         model: with full parameters, or built without memory.
         optimizers: of its parameters.
         moments: what the moments of fp32 parameters are kept in; None: their own dtype.
-        stages: of a model that is one stage of a pipeline.
+        part: which part of the whole model it is.
     """
     wrap_again = unwrap_compiled(model)
     try:
         compute = dtypes.under(plan).compute_dtypes(model)
-        specs = find_units(model, unit_classes, stages.blocks)
+        specs = find_units(model, unit_classes, part.blocks)
         specs = set_small_apart(specs, keep_small) if keep_small else specs
-        specs = set_shared_apart(specs, stages.shared, model) if stages.shared else specs
+        specs = set_shared_apart(specs, part.shared, model) if part.shared else specs
         kept = _Kept(optimizers, moments)
         units = []
         for spec in specs:

@@ -1,13 +1,14 @@
 """All units of a model and where each parameter lies: what the parts of the engine share."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from shardlight.strategies.engine.buffer import FlatBuffer
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.flat_weights import BufferDtypes
 from shardlight.strategies.engine.groups import Ranks
+from shardlight.strategies.engine.part import WHOLE_MODEL, ModelPart
 from shardlight.strategies.engine.partition import UnitSpec, find_units, set_shared_apart, set_small_apart
 from shardlight.strategies.engine.plan import Reduce, StatePlan
 from shardlight.strategies.engine.released import Owner
@@ -32,23 +33,6 @@ def kinds_of(spec: UnitSpec, compute: Mapping[nn.Parameter, torch.dtype]) -> dic
     return kinds
 
 
-@dataclass(frozen=True)
-class Stages:
-    """What an engine is told of the pipeline that its model is a stage of."""
-
-    blocks: Sequence[tuple[str, nn.Module]] | None = None
-    """The blocks of this stage with their names; None: the model is whole, and they are looked for."""
-    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By name of a parameter that other stages have too, the stages that do, in order."""
-    elsewhere: frozenset[str] = frozenset()
-    """Names of the parameters that only other stages have."""
-    writes: Callable[[str], bool] = lambda name: True
-    """Whether this stage is the one that writes a module buffer, given its name, to checkpoints."""
-
-
-ONE_STAGE = Stages()
-
-
 class UnitTable:
     """The units, buffers and parameters of one model, in one order that is the same on every rank."""
 
@@ -63,18 +47,19 @@ class UnitTable:
         dtypes: DtypePolicy,
         keep_small: int = 0,
         tiers: Tiers | None = None,
-        stages: Stages = ONE_STAGE,
+        part: ModelPart = WHOLE_MODEL,
     ) -> None:
         self.tiers = tiers
         self.plan = plan
         self._dtypes = dtypes
+        self._part = part
         self._compute = dtypes.compute_dtypes(model)
         self.reduce: Reduce = reduce
         self.ranks = ranks
         self.collectives = ranks.world
-        specs = find_units(model, unit_classes, stages.blocks)
+        specs = find_units(model, unit_classes, part.blocks)
         specs = set_small_apart(specs, keep_small) if keep_small else specs
-        self.specs: list[UnitSpec] = set_shared_apart(specs, stages.shared, model) if stages.shared else specs
+        self.specs: list[UnitSpec] = set_shared_apart(specs, part.shared, model) if part.shared else specs
         self.units: list[Unit] = [self._make_unit(i, spec, owner) for i, spec in enumerate(self.specs)]
         self.buffers: list[FlatBuffer] = [b for u in self.units for b in u.buffers]
         self.parameters: list[nn.Parameter] = [p for b in self.buffers for p in b.params]
@@ -107,7 +92,9 @@ class UnitTable:
                 compute=compute, mixed=self._dtypes.mixed, reduce=self._dtypes.reduce, guarded=self._dtypes.guarded
             )
             tiers = None if joint else self.tiers
-            buffers.append(FlatBuffer(spec.name, params, plan, reduce, ranks, owner, dtypes, tiers))
+            # What others account for comes first, so that norms can leave it out by chunks.
+            params.sort(key=lambda named: self._part.accounts_for(named[0]))
+            buffers.append(FlatBuffer(spec.name, params, plan, reduce, ranks, owner, dtypes, tiers, self._part))
         unit = Unit(index, spec.name, spec.keep, buffers)
         unit.stages = spec.stages
         unit.several = len(spec.roots) > 1

@@ -12,13 +12,13 @@ from shardlight.framework.bench.contenders.gpt import fixed_gpt
 from shardlight.framework.bench.sizes import Size
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.groups import EngineGroups
+from shardlight.strategies.engine.part import ModelPart
 from shardlight.strategies.engine.pipeline.balance import balance
 from shardlight.strategies.engine.pipeline.chain import find_chain, stage_parameters
 from shardlight.strategies.engine.pipeline.cut import Cut
 from shardlight.strategies.engine.pipeline.runner import Runner
 from shardlight.strategies.engine.pipeline.schedules import Schedule
 from shardlight.strategies.engine.plan import PLANS
-from shardlight.strategies.engine.units import Stages
 from torch import Tensor, nn
 
 
@@ -43,7 +43,7 @@ class Pipelined:
             model,
             replace(PLANS["zero1"], name="pipeline", reduce="window"),
             EngineGroups(None, everyone=group, pipeline=group),
-            stages=Stages(
+            part=ModelPart(
                 blocks=[(chain.names[i], chain.blocks[i]) for stage in mine for i in ranges[stage]],
                 elsewhere=frozenset(self.cut.dropped),
             ),

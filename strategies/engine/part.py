@@ -1,0 +1,38 @@
+"""What an engine is told of the part of a model that its rank has: a stage of a pipeline, slices of parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardlight.strategies.engine.slices import Slice
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Which part of a model a rank has, beside what the ZeRO table shards."""
+
+    blocks: Sequence[tuple[str, nn.Module]] | None = None
+    """The blocks of this stage with their names; None: the model has them all, and they are looked for."""
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of a parameter that other stages have too, the stages that do, in order."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of the parameters that only other stages have."""
+    writes: Callable[[str], bool] = lambda name: True
+    """Whether this stage is the one that writes a module buffer, given its name, to checkpoints."""
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    """By name of a parameter of which this rank has a part: which. All ranks of a tensor group have the others."""
+    tensor_rank: int = 0
+    """This rank's place in its tensor group."""
+
+    def owner(self, name: str) -> int:
+        """Returns the rank of the tensor group that accounts for a parameter, or for this rank's slice of it."""
+        part = self.slices.get(name)
+        own = part is not None and part.owner is None
+        return self.tensor_rank if own else 0 if part is None or part.owner is None else part.owner
+
+    def accounts_for(self, name: str) -> bool:
+        """Whether that is this rank."""
+        return self.owner(name) == self.tensor_rank
+
+
+WHOLE_MODEL = ModelPart()
