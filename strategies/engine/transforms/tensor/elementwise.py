@@ -9,6 +9,7 @@ from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup,
 from shardlight.strategies.engine.transforms.tensor.random_parts import own_numbers
 from shardlight.strategies.engine.transforms.tensor.sharded import (
     Sharded,
+    full,
     like,
     local_of,
     named,
@@ -17,6 +18,7 @@ from shardlight.strategies.engine.transforms.tensor.sharded import (
     writes,
 )
 from shardlight.strategies.engine.transforms.tensor.split import Split
+from shardlight.strategies.errors import StrategyError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -232,6 +234,30 @@ def _register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
         return changed.local if type(changed) is Sharded else changed
 
     return local_of(x).register_hook(on_part)
+
+
+@on_parts(torch.autograd.backward, Tensor.backward)
+def _backward(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Starts a backward at tensors that are divided, as a reentrant recomputation does."""
+    given = dict(zip(("tensors", "gradients"), args, strict=False))
+    gradients = given.get("gradients", kwargs.pop("grad_tensors", kwargs.pop("gradient", None)))
+    tensors = [given["tensors"]] if isinstance(given["tensors"], Tensor) else list(given["tensors"])
+    gradients = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    pairs = [
+        _start(t, g) for t, g in zip(tensors, gradients * (1 if len(gradients) > 1 else len(tensors)), strict=True)
+    ]
+    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], **kwargs)
+
+
+def _start(tensor: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if type(tensor) is not Sharded:
+        return tensor, full(gradient) if type(gradient) is Sharded else gradient
+    if type(gradient) is Sharded and gradient.axis == tensor.axis and gradient.division.same(tensor.division):
+        return local_of(tensor), gradient.local
+    if gradient is None:
+        raise StrategyError("backward of a tensor that the tensor strategy has sharded needs its gradient.")
+    whole = full(gradient) if type(gradient) is Sharded else gradient
+    return local_of(tensor), tensor.group.part(whole, tensor.axis, tensor.division)
 
 
 @on_parts(Tensor.data.__get__)

@@ -133,12 +133,13 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _children(name: str, module: nn.Module, found: Found) -> dict[str, Linear]:
-    """Returns the layers right in a module, or first in a Sequential in it, by their names in it."""
+    """Returns the layers right in a module, or alone in a Sequential in it (with dropout), by their names in it."""
     children = {}
     for own, child in module.named_children():
         full = f"{name}.{own}" if name else own
-        if isinstance(child, nn.Sequential) and f"{full}.0" in found.linears:
-            full = f"{full}.0"
+        if isinstance(child, nn.Sequential):
+            inner = [n for n in _names(full, child) if n in found.linears]
+            full = inner[0] if len(inner) == 1 else full
         if full in found.linears:
             children[own.lower()] = found.linears[full]
     return children
