@@ -24,6 +24,11 @@ def cut(model: nn.Module, group: TensorGroup, **options) -> tuple[nn.Module, Ten
     return mine, plan
 
 
+def part(plan: TensorPlan, name: str, tensor: Tensor, rank: int) -> Tensor:
+    """What a rank has of a logical tensor."""
+    return plan.slices(rank)[name].of(tensor) if name in plan.cuts else tensor
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -50,7 +55,7 @@ def same_gradients(
 ) -> None:
     assert mine.keys() == whole.keys(), mine.keys() ^ whole.keys()
     for name, gradient in whole.items():
-        expected = plan.part(name, gradient, group.rank)
+        expected = part(plan, name, gradient, group.rank)
         assert mine[name].shape == expected.shape, name
         worst = (mine[name] - expected).abs().max().item() if expected.numel() else 0.0
         assert worst <= tolerance * max(1e-3, gradient.abs().max().item()), (name, worst)

@@ -10,7 +10,7 @@ from harness import run_ranks
 from models import TinyGPT, token_batch
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
 from shardlight.strategies.errors import TensorError
-from tensor_parity import check_equal, cut, gradients, same_gradients, tensor_group
+from tensor_parity import check_equal, cut, gradients, part, same_gradients, tensor_group
 from test_tensor_models import VOCAB, WIDTH, Derived, Grouped, Model, double, on_tokens, sequential
 from torch import nn
 from torch.autograd import Function
@@ -53,7 +53,7 @@ def mixed(rank, size):
         assert not group.gathered
         for name, gradient in gradients(mine).items():
             assert gradient.dtype == torch.float32
-            expected = plan.part(name, gradients(exact)[name], rank)
+            expected = part(plan, name, gradients(exact)[name], rank)
             allowed = (gradients(alone)[name] - gradients(exact)[name]).abs().max().item()
             assert (gradient - expected).abs().max() <= 3 * allowed, name
 
@@ -399,7 +399,7 @@ def deferred(rank, size):
     mine, plan = cut(empty, group)
     assert all(p.is_meta for p in mine.parameters())
     assert {n: p.shape for n, p in mine.named_parameters()} == {
-        n: plan.part(n, p, rank).shape for n, p in whole.named_parameters()
+        n: part(plan, n, p, rank).shape for n, p in whole.named_parameters()
     }
     assert mine.head.weight is mine.tokens.weight
 

@@ -34,6 +34,7 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
         raise TensorError(f"tensor: the plan is for {plan.size} ranks, and the group has {group.size}.")
     modules = dict(module.named_modules())
     done: set[int] = set()
+    slices = plan.slices(group.rank)
     with torch.no_grad():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if name not in plan.cuts or id(parameter) in done:
@@ -42,7 +43,7 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
             if tuple(parameter.shape) != shape:
                 raise TensorError(f"tensor: '{name}' is {tuple(parameter.shape)}, and was {shape} in the plan.")
             done.add(id(parameter))
-            parameter.data = plan.part(name, parameter.data, group.rank)
+            parameter.data = slices[name].of(parameter.data)
             parameter.grad = None
             mark_cut(parameter, dim, split, group)
     undos: list[Callable[[], None]] = []

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-import torch
+from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.engine.transforms.tensor.find import Attention, Found, Linear, find_layers
 from shardlight.strategies.engine.transforms.tensor.layers import How, Layer
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from shardlight.strategies.errors import TensorError
-from torch import Tensor, nn
+from torch import nn
 
 Override = Literal["column", "row", "vocab", "whole"]
 """What `plan:` may say of a layer: see `How`; whole: it is not cut, nor is anything in it."""
@@ -43,13 +43,9 @@ class TensorPlan:
     blocks: tuple[str, ...] = field(default=())
     """Modules that are given whole inputs where norms are sharded: what is in them is not known."""
 
-    def part(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """Returns what a rank has of a parameter's values, or of anything of its shape, as a tensor of its own."""
-        if name not in self.cuts:
-            return tensor.clone()
-        _, dim, split = self.cuts[name]
-        parts = [tensor.narrow(dim, a, b - a) for a, b in split.ranges[rank]]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+    def slices(self, rank: int) -> dict[str, Slice]:
+        """Returns which part a rank has, by name of each parameter that is cut; no two ranks have the same element."""
+        return {name: Slice(shape, dim, split.ranges[rank]) for name, (shape, dim, split) in self.cuts.items()}
 
     def table(self) -> str:
         """Returns a table of what is cut and what is not, and why; layers that are alike in one row."""
