@@ -1,19 +1,23 @@
 """The ZeRO engine over models that are cut over tensor groups."""
 
 import copy
+from itertools import product
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import run_ranks
 from models import TinyGPT, token_batch, token_loss
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.deferred.tensors import deferred_init
+from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
 from shardlight.strategies.engine.transforms.tensor.apply import apply
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
 from tensor_parity import part
+from test_tensor_models import Grouped, Model, sequential
 
 TENSOR, STEPS = 2, 3
 
@@ -71,3 +75,49 @@ def trained(rank, size):
 
 def test_weights_are_those_of_one_process_under_every_strategy():
     run_ranks(trained, 4)
+
+
+class Reused(Model):
+    """Uses the weight of a layer that is cut outside of it, too."""
+
+    def __init__(self):
+        super().__init__(lambda: Grouped(12), sequential)
+
+    def forward(self, idx):
+        return super().forward(idx) + F.linear(self.tokens(idx), self.blocks[0].mlp[0].weight)[..., :17]
+
+
+def mixed(rank, size):
+    """Layers compute with 16-bit copies of their parts; masters are not asked for."""
+    group = TensorGroup(Collectives(dist.group.WORLD))
+    makes = (lambda: TinyGPT(heads=12), lambda: Model(lambda: Grouped(3), sequential), Reused)
+    for make, name in product(makes, ("zero1", "zero3")):
+        results = []
+        for cut in (False, True):
+            torch.manual_seed(0)
+            mine = make()
+            plan = tensor_plan(mine, size)
+            if cut:
+                apply(mine, plan, group)
+            engine = Engine(mine, PLANS[name], None, dtypes=DtypePolicy(compute=torch.bfloat16, mixed=True))
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+            engine.take_optimizer(optimizer)
+            wide = []
+            bring = engine.weights.on_copy_use
+            engine.weights.on_copy_use = lambda p, bring=bring, wide=wide: (wide.append(p), bring(p))
+            with engine.forward(), torch.autocast("cpu", torch.bfloat16):
+                loss = token_loss(mine, token_batch(1, 4, torch.float32))
+            engine.backward(loss)
+            engine.close_window()
+            engine.step(optimizer)
+            assert not wide
+            assert set(group.gathered) <= ({"add"} if make is Reused else set()), group.gathered
+            engine.detach()
+            results.append({n: p.data for n, p in mine.named_parameters()})
+        for key, whole in results[0].items():
+            wanted = part(plan, key, whole, rank)
+            torch.testing.assert_close(results[1][key].float(), wanted.float(), rtol=0, atol=3e-3, msg=key)
+
+
+def test_mixed_precision_needs_no_masters_in_layers():
+    run_ranks(mixed, 2)

@@ -41,8 +41,7 @@ class CopiedParameter(nn.Parameter):
             return answer(func, args, kwargs)
         copies = marked_in(args, kwargs, CopiedParameter)
         if func in CAST_BY_AUTOCAST and copies and _casts_to(copies[0]):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         for parameter in copies:
             parameter._shardlight_owner.on_copy_use(parameter)
         return func(*args, **kwargs)

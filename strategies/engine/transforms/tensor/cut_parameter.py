@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shardlight.strategies.engine.copied import CopiedParameter
 from shardlight.strategies.engine.deferred.tensors import give_own_class
 from shardlight.strategies.engine.released import needs_no_values
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
@@ -47,7 +48,7 @@ class CutParameter(ParameterPart):
         if func in TABLE and _of_whole(func) and not in_layer():
             args, kwargs = whole_parameters((args, kwargs))
             return func(*args, **kwargs)
-        if any(not issubclass(t, CutParameter) and t not in _PLAIN for t in types):
+        if any(not issubclass(t, CutParameter | CopiedParameter) and t not in _PLAIN for t in types):
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

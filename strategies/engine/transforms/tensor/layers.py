@@ -13,7 +13,7 @@ from shardlight.strategies.engine.transforms.forward import Forward
 from shardlight.strategies.engine.transforms.tensor.attention import multihead_forward
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup, shared
 from shardlight.strategies.engine.transforms.tensor.products import column, entering, look_up, row
-from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, full, layer_running, sharded
+from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, as_held, full, layer_running, sharded
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,8 +71,8 @@ class Layer:
             return row(input, weight, module.bias, split, group, along_sequence)
 
         def run_shared_heads(module: Any, input: Tensor) -> Tensor:
-            weight = shared(module.weight, group)
-            bias = None if module.bias is None else shared(module.bias, group)
+            weight = shared(as_held(module.weight), group)
+            bias = None if module.bias is None else shared(as_held(module.bias), group)
             weight = weight.t() if transposed else weight
             own = split.ranges[group.rank]
             rows = [(weight[a:b], None if bias is None else bias[a:b]) for a, b in own]

@@ -16,7 +16,15 @@ from shardlight.strategies.engine.transforms.tensor.exchange import (
     summed_part,
 )
 from shardlight.strategies.engine.transforms.tensor.random_parts import own_numbers
-from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, full, local_of, named, on_parts, sharded
+from shardlight.strategies.engine.transforms.tensor.sharded import (
+    Sharded,
+    as_held,
+    full,
+    local_of,
+    named,
+    on_parts,
+    sharded,
+)
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor
 from torch.nn import functional as F
@@ -66,8 +74,7 @@ def row(
     """
     partial = F.linear(last_part(x, split, group), weight)
     if bias is not None:
-        with torch._C.DisableTorchFunctionSubclass():  # as a linear layer would use it, see [Note: copies]
-            bias = bias.to(partial.dtype)
+        bias = as_held(bias).to(partial.dtype)
     if along_sequence and partial.dim() > 1:
         dim = partial.dim() - 2
         positions = Split.even(partial.shape[dim], group.size)

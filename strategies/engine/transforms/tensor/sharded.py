@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from shardlight.strategies.engine.released import ReleasedParameter
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup, gathered, part_of
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from shardlight.strategies.errors import StrategyError
@@ -53,6 +54,14 @@ def in_layer() -> bool:
     return _layers > 0
 
 
+def as_held(parameter: Tensor) -> Tensor:
+    """Returns a parameter's values, gathered, for a product of a layer: 16-bit copies as they are ([Note: copies])."""
+    if isinstance(parameter, ReleasedParameter):
+        parameter._shardlight_owner.on_use(parameter, "layer")
+    with _unseen():
+        return parameter.view_as(parameter)
+
+
 class ParameterPart(nn.Parameter):
     """A parameter of which this rank has a part; see [Note: cut parameters]."""
 
@@ -63,9 +72,7 @@ def whole_parameters(values: Any) -> Any:
     """Returns arguments with tensors of logical shape in the place of parameters of which this rank has a part."""
 
     def whole(parameter: ParameterPart) -> Tensor:
-        with _unseen():
-            part = parameter.view_as(parameter)
-        return sharded(part, *parameter._shardlight_cut)
+        return sharded(as_held(parameter), *parameter._shardlight_cut)
 
     return tree_map_only(ParameterPart, whole, values)
 
