@@ -301,8 +301,11 @@ class _Building:
         if made is not BAD and made.shard_group:
             self.sums.shard_group(node.value["shard_group"], made.shard_group)
         if isinstance(made, PipelineOptions):
-            module = self.targets.get("module")
-            self.sums.pipeline(node, made, module is None or "split_batch" in module.defines)
+            self.sums.pipeline(node)
+        module = self.targets.get("module")
+        # Who cuts batches does it along whatever it likes.
+        if made is not BAD and made.micro_batches and module is not None and "split_batch" not in module.defines:
+            self.sums.micro_batches(node.value["micro_batches"], made.micro_batches)
         return None if made is BAD else self._made(StrategyConfig(name=name, options=made), node)
 
     def _made(self, config: StrategyConfig, node: Node) -> StrategyConfig:

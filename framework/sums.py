@@ -162,22 +162,17 @@ class Sums:
         text = f"{ranks} do not divide into groups of {size}. Use one of {fits}."
         self.checker.fault(node, f"strategy.shard_group is {size}: {text}")
 
-    def pipeline(self, node: Node, options: PipelineOptions, own_split: bool) -> None:
-        """The ranks have to divide into stages, and a batch into micro-batches.
-
-        Args:
-            node: of the strategy.
-            own_split: the module cuts batches itself, along whatever it likes.
-        """
+    def pipeline(self, node: Node) -> None:
+        """The ranks have to divide into stages (of the strategy at the node)."""
         if BAD not in (self.world_size, self.stages):
             try:
                 Mesh.over(self.world_size, self.stages)
             except MeshError as error:
                 at = node.value.get("stages", node.value["name"])
                 self.checker.fault(at, f"strategy.stages is {self.stages}: {self.ranks} = {error}")
-        asked = node.value.get("micro_batches")
-        if asked is None or own_split or not isinstance(self.batch, int) or self.batch < 1:
-            return
-        if options.per_batch > self.batch:
-            text = f"strategy.micro_batches is {options.per_batch}, and data.batch_size only {self.batch}"
+
+    def micro_batches(self, asked: Node, parts: int) -> None:
+        """A batch has to have as many samples as `strategy.micro_batches` (at the node) cuts it into."""
+        if isinstance(self.batch, int) and 1 <= self.batch < parts:
+            text = f"strategy.micro_batches is {parts}, and data.batch_size only {self.batch}"
             self.checker.fault(asked, f"{text}. Set it to at most {self.batch}, or data.batch_size to more.")

@@ -339,7 +339,10 @@ class ShardedStrategy(DataLoading):
         self._weight = None
         self._before_batch = self.engine.window, self.engine.window.micro_batches
         with self.engine.forward():
-            return super().training_step(*args, **kwargs)
+            return self._plain_training_step(*args, **kwargs)
+
+    def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; on a stepping batch gradients are final when `on_after_backward` is called."""

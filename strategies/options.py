@@ -11,6 +11,7 @@ from shardlight.strategies.engine.choices import (
     KeepGathered,
     MomentsDtype,
     OptimizerKernel,
+    Order,
     Recompute,
     Transport,
 )
@@ -43,6 +44,15 @@ class EngineOptions:
     """zero3: how long a unit's weights stay after its forward. `no`: backward gathers them again (least memory).
     `backward`: to its backward. `window`: to the optimizer's step. Both send less, and hold up to all weights. `auto`:
     over the window for as many units as fit into half of the memory that is left when the first backward starts."""
+
+    order: Order = "batch"
+    """zero3, infinity: in which order micro-batches and units meet. `batch`: each batch goes through all units, and an
+    accumulation of M batches gathers, or reads from disk, each unit's weights 2 M times. `layer`: a batch is cut into
+    `micro_batches`, and each unit serves all of them before the next: it is gathered twice, whatever their number, and
+    its gradients are reduced once. The activations of all of them are kept until backward: set recompute: blocks."""
+
+    micro_batches: int | None = None
+    """order: layer: parts of each rank's batch."""
 
     keep_small: int = 0
     """zero3: parameters of at most this many elements (biases, norms) stay whole on every rank and are never gathered
@@ -196,6 +206,8 @@ ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
     "shard_group": (("zero1", "zero2", "zero3", "infinity", "pipeline"), "{} shards nothing"),
     "keep_gathered": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
     "keep_small": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
+    "order": (("zero3", "infinity"), "{} gathers no weights from batch to batch"),
+    "micro_batches": (("zero3", "infinity", "pipeline"), "{} runs batches as they are"),
     "offload": (("zero1", "zero2", "zero3"), "{} keeps all state on the device, or has options of its own for it"),
 }
 """Options that mean something to some strategies only: which, and why not to the others."""
@@ -298,6 +310,21 @@ def _check_pipeline(options: EngineOptions) -> None:
     _check_balance(options)
 
 
+def _check_order(options: EngineOptions) -> None:
+    parts = options.micro_batches
+    if isinstance(options, PipelineOptions):
+        return
+    if parts is not None and (not isinstance(parts, int) or parts < 1):
+        raise StrategyError(f"micro_batches={parts!r} must be at least 1.")
+    if options.order == "layer" and parts is None:
+        raise StrategyError("order='layer' needs micro_batches: into how many parts a rank's batch is cut.")
+    if options.order == "batch" and parts is not None:
+        raise StrategyError(
+            f"micro_batches={parts} is for order 'layer'. Set order to layer, or leave micro_batches out and set "
+            "trainer.accumulate_grad_batches."
+        )
+
+
 def _check_balance(options: PipelineOptions) -> None:
     """Refuses a `balance` that fits no model."""
     counts, ranks, name = options.balance, options.stages, options.schedule
@@ -324,6 +351,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         "collectives": get_args(Transport),
         "optimizer_kernel": get_args(OptimizerKernel),
         "keep_gathered": get_args(KeepGathered),
+        "order": get_args(Order),
         "recompute": get_args(Recompute),
         "compile": get_args(Compile),
         "moments_dtype": (None, *get_args(MomentsDtype)),
@@ -344,6 +372,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
     _refuse_without_use(options, strategy)
     _check_offload(options, strategy)
     _check_pipeline(options)
+    _check_order(options)
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
     if not 1.0 <= options.loss_scale < float("inf"):

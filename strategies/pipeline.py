@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from shardlight.strategies.base import ShardedStrategy
+from shardlight.strategies.batch_losses import BatchLosses
 from shardlight.strategies.engine.groups import EngineGroups
 from shardlight.strategies.engine.mesh import Mesh
 from shardlight.strategies.engine.part import ModelPart
@@ -34,7 +35,7 @@ from shardlight.strategies.errors import CheckpointError, PipelineError, Strateg
 from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, same_batch, split_batch
 from shardlight.strategies.options import ROWS, PipelineOptions
 from shardlight.strategies.process_group import engine_groups
-from shardlight.strategies.replayed_logs import BatchLoss, ReplayedLogs, share_metrics
+from shardlight.strategies.replayed_logs import ReplayedLogs, share_metrics
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -274,7 +275,8 @@ class Pipeline(ShardedStrategy):
         engine.gradients.begin(scale.scale if scale is not None else 1.0)
         whole = self.options.loss_over == "batch"
         sizes = [sum(parts.sizes)] if whole else parts.sizes
-        losses = _Losses(sizes, engine.window.loss_scale or 1.0)
+        losses = BatchLosses(sizes, "pipeline")
+        scaled = engine.window.loss_scale or 1.0
 
         def tail() -> Any:
             assert stage.logs is not None
@@ -283,10 +285,10 @@ class Pipeline(ShardedStrategy):
             return self._plain_training_step(batch, *args, **kwargs)
 
         def loss_of(number: int, result: Any) -> Tensor:
-            loss = losses.add(number, result, self._weight)
+            loss, share = losses.add(number, result, self._weight)
             assert stage.logs is not None
-            stage.logs.end(losses.returned, losses.weight_of_last)
-            return loss
+            stage.logs.end(*losses.last)
+            return loss * (share * scaled)
 
         with stage.logs.kept():
             stage.runner.train(
@@ -301,11 +303,6 @@ class Pipeline(ShardedStrategy):
         assert total is not None
         engine.window.add_loss(torch.tensor(total.mean, dtype=torch.float64), total.weight, 1.0)
         return torch.tensor(total.mean, dtype=total.dtype, device=self.root_device)
-
-    def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.train_step_context():
-            return self.lightning_module.training_step(*args, **kwargs)
 
     def _step_on(self, step: Callable[..., Any], parts: "_Parts", args: Any, kwargs: Any) -> Callable[[int], Any]:
         logs, last = self.stage.logs, self.stage.has_last
@@ -367,58 +364,6 @@ class _Stage:
         """Its steps run to their end, and give the loss."""
         self.runner: Runner | None = None
         self.logs: ReplayedLogs | None = None
-
-
-class _Losses:
-    """The losses of a batch's micro-batches, on the last stage.
-
-    Args:
-        sizes: samples of each.
-        scale: what each loss is multiplied by on its way through backward.
-    """
-
-    def __init__(self, sizes: Sequence[int], scale: float) -> None:
-        self._sizes = sizes
-        self._scale = scale
-        self._found: list[tuple[Tensor, float, bool]] = []
-        self.returned: Tensor | None = None
-        """What the last step returned as its loss."""
-
-    @property
-    def weight_of_last(self) -> float:
-        """What the last loss was taken over: its weight, or samples."""
-        return self._found[-1][1]
-
-    def add(self, number: int, result: Any, weight: float | None) -> Tensor:
-        """Takes what a step returned; returns what to backpropagate.
-
-        Raises: PipelineError: there is no loss in it, or only some losses of the batch are weighted.
-        """
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PipelineError(
-                f"training_step returned {type(loss).__name__ if not isinstance(loss, Tensor) else tuple(loss.shape)} "
-                "as its loss: return a tensor of one element, or a dict with it as 'loss'. None, to leave a batch out, "
-                "is not possible under pipeline: return a loss of 0 (`logits.sum() * 0`)."
-            )
-        weighted = weight is not None
-        if self._found and self._found[0][2] != weighted:
-            raise PipelineError(
-                "some micro-batches of one batch have weighted losses and others plain ones: use `token_loss` or "
-                "`weighted` in every step, or in none."
-            )
-        size = float(self._sizes[number]) if weight is None else weight
-        self._found.append((loss.detach(), size, weighted))
-        self.returned = loss
-        share = size if weighted else size / sum(self._sizes)
-        return loss * (share * self._scale)
-
-    def total(self) -> BatchLoss:
-        """Returns the batch's mean."""
-        found = [(float(loss), size) for loss, size, _ in self._found]
-        weight = sum(size for _, size in found)
-        mean = sum(loss * size for loss, size in found if size) / weight if weight else 0.0
-        return BatchLoss(mean, weight if self._found[0][2] else None, self._found[0][0].dtype)
 
 
 @cache

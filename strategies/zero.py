@@ -5,6 +5,7 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054).
 
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.layer_order import LayerOrder
 from shardlight.strategies.pipeline import Pipeline
 
 
@@ -32,13 +33,13 @@ class ZeRO2(ShardedStrategy):
     plan = PLANS["zero2"]
 
 
-class ZeRO3(ShardedStrategy):
+class ZeRO3(LayerOrder):
     """Parameters, gradients and optimizer state are sharded; a unit's weights are gathered when it is used."""
 
     plan = PLANS["zero3"]
 
 
-class Infinity(ShardedStrategy):
+class Infinity(LayerOrder):
     """zero3 with state on disk: what does not fit into memory trains all the same, with the same numbers.
 
     Source: Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857).

@@ -10,6 +10,8 @@ OptimizerKernel = Literal["auto", "torch"]
 """Who computes an optimizer's step."""
 MomentsDtype = Literal["bfloat16"]
 """What the optimizer's moments may be kept in."""
+Order = Literal["batch", "layer"]
+"""Whether a batch goes through all units before the next one, or a unit has all micro-batches before the next unit."""
 Recompute = Literal["no", "blocks", "blocks_reentrant"]
 """Whose activations are computed again in backward."""
 Compile = Literal["no", "blocks"]

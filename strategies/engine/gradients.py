@@ -80,8 +80,8 @@ class Gradients:
             raise GradientError(RAW.format(what=f"a gradient of '{buffer.layout.slots[slot].name}' arrived"))
         self.window.arrive(number)
         buffer.add_gradient(slot, gradient)
-        unit.fired.add(number)
-        if len(unit.fired) >= unit.expected:
+        unit.fired.add((self._weights.turn, number))
+        if len(unit.fired) >= unit.expected * self._weights.turns_of(unit):
             unit.fired.clear()
             if self.table.reduce == "micro_batch" and unit.stages is None:
                 self._need_reduction(unit)

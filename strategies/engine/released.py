@@ -118,8 +118,10 @@ class ReleasedParameter(nn.Parameter):
         )
         if func.__name__ == "equal" and len(args) == 2:
             return _released(args, kwargs)[0]._shardlight_owner.equal(*args)
-        for parameter in _released(args, kwargs):
-            parameter._shardlight_owner.on_use(parameter, name or func.__name__)
+        # Until all are there at once: where micro-batches take turns, a unit may go while another one is gathered.
+        while released := _released(args, kwargs):
+            for parameter in released:
+                parameter._shardlight_owner.on_use(parameter, name or func.__name__)
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:

@@ -94,10 +94,12 @@ class Unit:
         self.arriving = False
         """A gather is under way."""
         self.nbytes: int = sum(b.layout.numel * b.dtype.itemsize for b in buffers)
+        self.awaited = 0
+        """How many micro-batches that take turns wait for their turn to use it; see [Note: layer order]."""
         self.pinned = 0
         """How many `gathered` contexts hold the unit."""
-        self.fired: set[int] = set()
-        """Numbers of the parameters whose gradient arrived since the unit was last reduced."""
+        self.fired: set[tuple[int, int]] = set()
+        """The gradients that arrived since the unit was last reduced: whose turn it was, number of the parameter."""
         self.expected = 0
         """How many parameters are trainable."""
         self.frozen = False
@@ -211,7 +213,7 @@ class Unit:
 
         Raises: StrategyError: an outside view is about, or a weight was changed, and `force` is given.
         """
-        if not self.sharded or self.pinned or self.depth or not any(map(_is_gathered, self.buffers)):
+        if not self.sharded or self.pinned or self.depth or self.awaited or not any(map(_is_gathered, self.buffers)):
             return
         if self.has_outside_views(1.0 if force else 0.01):
             if force:

@@ -1,12 +1,14 @@
 """When a unit's weights are gathered and released: around its modules' forward, and when autograd asks for them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from shardlight.strategies.engine.agreement import Agreement
 from shardlight.strategies.engine.choices import KeepGathered
+from shardlight.strategies.engine.interleave import Interleaver
 from shardlight.strategies.engine.kept_units import keep_what_fits
 from shardlight.strategies.engine.needs import Need
 from shardlight.strategies.engine.partition import UnitSpec
@@ -19,6 +21,7 @@ from shardlight.strategies.errors import GradientError, StrategyError
 from torch import Tensor, nn
 from torch.autograd import profiler
 
+T = TypeVar("T")
 _WHY_NOT_COMPILED = (
     "shardlight gathers sharded weights here, which is not compiled: leave fullgraph out, or compile the blocks alone "
     "(strategy option compile: blocks)"
@@ -45,6 +48,8 @@ class Weights:
         """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.turning: Unit | None = None
         """What forward holds or uses last and backward needs first: it stays in between."""
+        self._interleaver: Interleaver | None = None
+        """Whose micro-batches run now."""
         self._read_ahead = ReadAhead(table.units) if table.tiers is not None else None
         self._last: Unit | None = None
         self._makes_graph = False
@@ -188,6 +193,8 @@ class Weights:
 
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
+        if self._interleaver is not None:
+            self._interleaver.use(unit)
         if not unit.gathered:
             if self._in_pass == "backward" and not self._turned:
                 self._turned = True
@@ -269,8 +276,7 @@ class Weights:
         Args:
             kind: what goes over the model, for [Note: recorded order].
         """
-        save = (self.table.plan.shard_parameters or self._guards) and torch.is_grad_enabled()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
+        hooks = self._hooks()
         shown: list[Any] = []
         if not self.running:
             if profiler._is_profiler_enabled:
@@ -293,6 +299,34 @@ class Weights:
             for handle in shown:
                 handle.remove()
             self._release_all(force=not failed)
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        save = (self.table.plan.shard_parameters or self._guards) and torch.is_grad_enabled()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if save else nullcontext()
+
+    def run_in_turns(self, interleaver: Interleaver, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs one pass of each micro-batch, inside `forward`; see [Note: layer order]. Returns what they return."""
+
+        def inside(work: Callable[[], T]) -> T:
+            with self._hooks():
+                return work()
+
+        self._interleaver = interleaver
+        try:
+            return interleaver.run([partial(inside, work) for work in works])
+        finally:
+            self._interleaver = None
+            for unit in self.table.units:
+                unit.awaited = 0
+
+    @property
+    def turn(self) -> int:
+        """Which micro-batch runs, of those that take turns."""
+        return 0 if self._interleaver is None else self._interleaver.turn
+
+    def turns_of(self, unit: Unit) -> int:
+        """Returns how many micro-batches use a unit, of those that take turns."""
+        return 1 if self._interleaver is None else len(self._interleaver.users.get(unit, (0,)))
 
     def _release_all(self, force: bool) -> None:
         if not self.table.plan.shard_parameters:
