@@ -119,6 +119,18 @@ class FlatBuffer(FlatWeights):
             target.copy_(gradient)
             self.touched.add(slot)
 
+    def add_product(self, slot: int, left: Tensor, right: Tensor) -> None:
+        """Adds `left @ right` to `local`, straight into it where all have one dtype."""
+        if self.local is None or not left.dtype == self.local.dtype == self.home_dtype or left.dim() != 2:
+            return self.add_gradient(slot, left @ right)
+        s = self.layout.slots[slot]
+        target = self.local[s.start : s.stop].view(s.shape)
+        if slot in self.touched:
+            target.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=target)
+            self.touched.add(slot)
+
     def _may_become_local(self, gradient: Tensor) -> bool:
         """Whether `local` would be a copy of it: embeddings and heads, which are the largest buffers there are."""
         fits = gradient.numel() == self.layout.numel and gradient.dtype == self.dtype

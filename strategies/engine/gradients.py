@@ -78,8 +78,11 @@ class Gradients:
         unit, buffer, slot = self.table.places[number]
         if not self._running:
             raise GradientError(RAW.format(what=f"a gradient of '{buffer.layout.slots[slot].name}' arrived"))
-        self.window.arrive(number)
         buffer.add_gradient(slot, gradient)
+        self._has_arrived(unit, number)
+
+    def _has_arrived(self, unit: Unit, number: int) -> None:
+        self.window.arrive(number)
         unit.fired.add((self._weights.turn, number))
         if len(unit.fired) >= unit.expected * self._weights.turns_of(unit):
             unit.fired.clear()
@@ -88,9 +91,23 @@ class Gradients:
             if self.table.plan.shard_parameters and unit.may_release():
                 unit.release()
 
-    def take(self, parameter: nn.Parameter) -> None:
-        """Takes a gradient that was put into `parameter.grad` without a hook being called."""
-        self._arrived(parameter, self.table.number_of_id[id(parameter)])
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter of the engine's."""
+        return id(tensor) in self.table.number_of_id
+
+    def add_product(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+        """Adds `left @ right` to a parameter's gradient during backward, past autograd.
+
+        Returns: False: nothing was done, since somebody else has a hook that waits for its gradients.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1:
+                return False
+        number = self.table.number_of_id[id(weight)]
+        unit, buffer, slot = self.table.places[number]
+        buffer.add_product(slot, left, right)
+        self._has_arrived(unit, number)
+        return True
 
     def _need_reduction(self, unit: Unit) -> None:
         kind = Need.REDUCE_SUMS if any(b.holds_a_sum() for b in unit.buffers) else Need.REDUCE

@@ -265,9 +265,7 @@ class Weights:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None or not (self.table.plan.shard_parameters or self._guards) or self._ours_on_top():
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(
-            _PackBoth(self._pack, top[0]), _unpack_both(self._unpack, top[1])
-        )
+        return torch.autograd.graph.saved_tensors_hooks(_PackBoth(self._pack, top[0]), UnpackBoth(self._unpack, top[1]))
 
     @contextmanager
     def forward(self, kind: str = "forward") -> Iterator[None]:
@@ -425,8 +423,17 @@ class _PackBoth:
         return packed if isinstance(packed, SavedWeight | SavedCast) else (self._outer(tensor),)
 
 
-def _unpack_both(ours: Callable[[Any], Tensor], outer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    return lambda packed: ours(packed) if isinstance(packed, SavedWeight | SavedCast) else outer(packed[0])
+class UnpackBoth:
+    """The other half of `_PackBoth`."""
+
+    def __init__(self, ours: Callable[[Any], Tensor], outer: Callable[[Any], Tensor]) -> None:
+        self._ours = ours
+        self.outer = outer
+        """The hook around ours, whose tensors it gets but for weights."""
+
+    def __call__(self, packed: Any) -> Tensor:
+        """Returns what was packed."""
+        return self._ours(packed) if isinstance(packed, SavedWeight | SavedCast) else self.outer(packed[0])
 
 
 def _in_backward() -> bool:

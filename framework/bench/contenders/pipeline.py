@@ -13,6 +13,7 @@ from shardlight.framework.bench.contenders.ours import count_so_far
 from shardlight.framework.bench.contenders.stages import (
     Part,
     Pipelined,
+    PlainGradients,
     SavedBytes,
     counts_of,
     shared,
@@ -68,8 +69,11 @@ class OurPipeline:
     def gauges(self) -> dict[str, float]:
         """The most bytes of activations that this rank held at a time, over a batch whose gradients are dropped."""
         meter = SavedBytes(self.engine.table.parameters)
+        runner = self.pipelined.runner
+        runner.split = meter.counted_split()
         with meter.counting():
             self._train(*loop.rows_of(self._size, 0, 0, 1))
+        runner.split = SplitBackward
         self.engine.open_window()
         return {"activation_bytes": meter.most}
 
@@ -127,6 +131,7 @@ class Simulated:
         self.schedule = build(name, dist.get_world_size(), MICRO_BATCHES)
         self.stage = dist.get_rank()
         self.part = Part(size, counts_of(size, self.schedule.placement), self.stage)
+        self._gradients = PlainGradients(self.part)
         self.splits = SCHEDULES[name].splits
         self._is_last = self.stage == self.schedule.stages - 1
         self._size = size
@@ -153,14 +158,21 @@ class Simulated:
         tokens_BT, labels_BT = loop.rows_of(self._size, 0, 0, 1)
         rows = self._size.batch // MICRO_BATCHES
         with meter.counting():
-            kept = self._micro_batch(tokens_BT[:rows], labels_BT[:rows], lambda: float(meter.now))
+            given = tokens_BT[:rows], labels_BT[:rows]
+            kept = self._micro_batch(*given, lambda: float(meter.now), meter.counted_split())
         self.part.zero_grad()
         # kept[0]: what the forward added; kept[1]: what the input's gradient added, that is, took away.
-        given = torch.tensor([kept[0], kept[0] + kept[1]])
-        simulation = self._simulate(torch.ones(3, dtype=torch.float64), given)
+        sizes = torch.tensor([kept[0], kept[0] + kept[1]])
+        simulation = self._simulate(torch.ones(3, dtype=torch.float64), sizes)
         return {"activation_bytes": simulation.peak_bytes[self.stage]}
 
-    def _micro_batch(self, tokens_BT: Tensor, labels_BT: Tensor, read: Callable[[], float]) -> tuple[float, ...]:
+    def _micro_batch(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        read: Callable[[], float],
+        split_by: type[SplitBackward] = SplitBackward,
+    ) -> tuple[float, ...]:
         """Returns by how much `read` grows over forward, input's gradient and weights' gradients."""
         received = gradient = None
         if self.stage:
@@ -174,10 +186,11 @@ class Simulated:
             gradient = torch.randn_like(output)
         began = read()
         if self.splits:
-            split = SplitBackward(output, gradient, received, list(self.part.parameters()))
+            split = split_by(output, gradient, received, self._gradients)
+            del output
             split.input()
             middle = read()
-            split.weight(lambda weight: None)
+            split.weight()
         else:
             torch.autograd.backward(output, gradient)
             middle = read()

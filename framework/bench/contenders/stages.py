@@ -18,6 +18,7 @@ from shardlight.strategies.engine.pipeline.chain import find_chain, stage_parame
 from shardlight.strategies.engine.pipeline.cut import Cut
 from shardlight.strategies.engine.pipeline.runner import Runner
 from shardlight.strategies.engine.pipeline.schedules import Schedule
+from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
 from shardlight.strategies.engine.plan import PLANS
 from torch import Tensor, nn
 
@@ -114,10 +115,30 @@ def shared(loss: float) -> float:
     return value.item()
 
 
+class PlainGradients:
+    """Adds products to `grad`, for a split backward without an engine."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._weights = {id(p) for p in part.parameters()}
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """See Gradients of split_backward.py."""
+        return id(tensor) in self._weights
+
+    def add_product(self, weight: nn.Parameter, left: Tensor, right: Tensor) -> bool:
+        """See Gradients of split_backward.py."""
+        if weight.grad is None:
+            weight.grad = left @ right
+        else:
+            weight.grad.addmm_(left, right)
+        return True
+
+
 class SavedBytes:
     """Counts the bytes that autograd keeps for backward: each storage once, parameters' not.
 
-    Around a forward; what it has kept is counted off when autograd lets go of it, also later.
+    Around a forward; what it has kept is counted off when autograd lets go of it, also later. With `counted_split`
+    what a backward in two parts keeps between them counts too.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -134,6 +155,22 @@ class SavedBytes:
         return torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Saved(tensor.detach(), self), lambda saved: saved.tensor.detach()
         )
+
+    def counted_split(self) -> type[SplitBackward]:
+        """Returns the class of a backward in two parts that counts here what it keeps."""
+        meter = self
+
+        class Counted(SplitBackward):
+            def input(self) -> Tensor | None:
+                found = super().input()
+                self.counted = [_Saved(tensor.detach(), meter) for tensor in self.kept()]
+                return found
+
+            def weight(self) -> None:
+                super().weight()
+                self.counted = []
+
+        return Counted
 
     def keep(self, tensor: Tensor) -> int | None:
         """Counts a tensor; returns what it is let go of by, None: it does not count."""

@@ -11,7 +11,7 @@ from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing, seed_genera
 from shardlight.strategies.engine.pipeline.messages import Messages
 from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedule
 from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
-from torch import Tensor, nn
+from torch import Tensor
 
 AHEAD = 3
 """For how many actions ahead what they need is being received."""
@@ -23,7 +23,6 @@ class _Forward:
 
     output: Tensor
     received: Tensor | None
-    split: SplitBackward | None = None
 
 
 class _Tail:
@@ -68,9 +67,8 @@ class Runner:
         self._ranks = engine.ranks.pipeline
         self._messages = Messages(self._ranks, placement, self._ranks.device)
         self._last = len(placement) - 1
-        self._weights: list[nn.Parameter] = []
-        """Trainable during the batch that is under way."""
         self._tail: _Tail | None = None
+        self.split: type[SplitBackward] = SplitBackward
 
     def train(
         self,
@@ -93,18 +91,19 @@ class Runner:
         """
         self._tail = None if tail is None else _Tail(self._cut, tail, loss_of, len(kinds))
         forwards: dict[tuple[int, int], _Forward] = {}
-        self._weights = self._trainable()
+        begun: dict[tuple[int, int], SplitBackward] = {}
         with _random_numbers():
             for action in self._actions(schedule, kinds):
                 place = action.stage, action.micro_batch
                 if action.kind is Kind.FORWARD:
                     forwards[place] = self._forward(action, kinds[place[1]], step, loss_of, seeds[place[1]])
                 elif action.kind is Kind.BACKWARD:
-                    self._backward(action, kinds[place[1]], forwards.pop(place))
+                    self._backward(action, kinds[place[1]], forwards.pop(place), at_once=True)
                 elif action.kind is Kind.BACKWARD_INPUT:
-                    self._backward_input(action, kinds[place[1]], forwards[place])
+                    begun[place] = self._backward(action, kinds[place[1]], forwards.pop(place), at_once=False)
                 elif action.kind is Kind.BACKWARD_WEIGHT:
-                    self._backward_weight(forwards.pop(place))
+                    with self._engine.gradients.running_backward():
+                        begun.pop(place).weight()
         self._messages.finish()
 
     def evaluate(
@@ -179,31 +178,17 @@ class Runner:
             return _Forward(result.hidden, received)
         return _Forward(loss_of(action.micro_batch, result), received)
 
-    def _backward(self, action: Action, kind: Hashable, forward: _Forward) -> None:
-        gradient = self._gradient(action, kind)
+    def _backward(self, action: Action, kind: Hashable, forward: _Forward, at_once: bool) -> SplitBackward:
+        """Runs the backward, up to the weights' gradients unless `at_once`; hands the input's to the stage before."""
+        split = self.split(
+            forward.output, self._gradient(action, kind), forward.received, self._engine.gradients, at_once
+        )
+        found = None
         with self._engine.gradients.running_backward():
             if forward.output.requires_grad:
-                torch.autograd.backward(forward.output, gradient)
-        self._hand_back(action, forward.received, None if forward.received is None else forward.received.grad)
-
-    def _backward_input(self, action: Action, kind: Hashable, forward: _Forward) -> None:
-        gradient = self._gradient(action, kind)
-        found = None
-        if forward.output.requires_grad:
-            forward.split = SplitBackward(forward.output, gradient, forward.received, self._weights)
-            with self._engine.gradients.running_backward():
-                found = forward.split.input()
+                found = split.input()
         self._hand_back(action, forward.received, found)
-
-    def _backward_weight(self, forward: _Forward) -> None:
-        if forward.split is not None:
-            with self._engine.gradients.running_backward():
-                forward.split.weight(self._engine.gradients.take)
-
-    def _trainable(self) -> list[nn.Parameter]:
-        """Returns the trainable parameters that stages of this rank may use."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [p for p in self._engine.table.parameters if p.requires_grad]
+        return split
 
     def _gradient(self, action: Action, kind: Hashable) -> Tensor | None:
         """Returns the gradient of a stage's output; None: the output is the loss."""
@@ -218,7 +203,6 @@ class Runner:
         self._messages.send_gradient(
             action.stage, action.micro_batch, torch.zeros_like(received) if gradient is None else gradient
         )
-        received.grad = None
 
 
 @contextmanager
