@@ -82,7 +82,7 @@ class LayerOrder(ShardedStrategy):
 
         with logs.kept(), engine.forward():
             found = engine.weights.run_in_turns(interleaver, [partial(step, number) for number in range(len(parts))])
-        total = logs.replay(losses.total(), True)
+        total = logs.replay(losses.total())
         assert total is not None
         self._forwards = _Forwards(interleaver, found, total)
         return torch.tensor(total.mean, dtype=total.dtype, device=self.root_device)

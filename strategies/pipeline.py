@@ -217,8 +217,8 @@ class Pipeline(ShardedStrategy):
             ranks, mesh = self.engine.ranks, self.mesh
             stage.runner = Runner(stage.cut, self.engine, stage.schedule.placement)
             again = len(stage.cut.mine) > 1 or self.options.loss_over == "batch"
-            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check, again)
             last = stage.schedule.placement[-1]
+            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check, last, again)
             share_metrics(module, ranks.everyone, [mesh.rank(last, place) for place in range(mesh.data)])
 
     def _saves_window(self, path: Path) -> bool:
@@ -250,14 +250,13 @@ class Pipeline(ShardedStrategy):
         rows = batch_rows(batch) if own is None else self.options.per_batch
         ranks = self.engine.ranks
         # Ranks of a stage run the same schedule, also where one's batch has fewer samples than there are parts.
-        most = torch.tensor([min(self.options.per_batch, rows)], dtype=torch.int64, device=self.root_device)
-        parts = int(ranks.world.gather_small(most, "number of micro-batches").min())
+        row = torch.tensor([[min(self.options.per_batch, rows), int(torch.randint(1 << 60, (1,)))]])
+        known = ranks.everyone.gather_small(row.to(self.root_device), "a batch's micro-batches").view(-1, 2).tolist()
+        parts, seed = min(most for most, _ in known), known[self.mesh.rank(0, self.data_rank)][1]
         if not parts:
             raise PipelineError("a batch has no sample: let the data loader drop it.")
         split = split_batch(batch, rows, parts) if own is None else list(own(batch, parts))
         sizes = [batch_rows(part) for part in split]
-        drawn = torch.randint(1 << 60, (1,)).to(self.root_device)
-        seed = int(ranks.pipeline.gather_small(drawn, "random numbers of a batch")[0])
         stage = self.stage
         return _Parts(split, sizes, _schedule(stage.schedule, parts), [seed + part for part in range(parts)])
 
@@ -299,7 +298,7 @@ class Pipeline(ShardedStrategy):
                 parts.seeds,
                 tail if whole else None,
             )
-        total = stage.logs.replay(losses.total() if stage.has_last else None, stage.has_last)
+        total = stage.logs.replay(losses.total() if stage.has_last else None)
         assert total is not None
         engine.window.add_loss(torch.tensor(total.mean, dtype=torch.float64), total.weight, 1.0)
         return torch.tensor(total.mean, dtype=total.dtype, device=self.root_device)
@@ -336,7 +335,7 @@ class Pipeline(ShardedStrategy):
             on_part = self._step_on(step, parts, rest, kwargs)
             with stage.logs.kept():
                 results = stage.runner.evaluate(parts.schedule, kinds, on_part, stage.logs.end, parts.seeds)
-            stage.logs.replay(None, stage.has_last)
+            stage.logs.replay(None)
         self._meet_at_the_end()
         return join_results(results, parts.sizes) if stage.has_last else None
 

@@ -58,13 +58,20 @@ class ReplayedLogs:
     Args:
         ranks: of one pipeline.
         check: refuses a value that is none on this stage, given what it is.
+        source: the rank of the last stage.
         again: whether the rank of the last stage runs steps up to some block, too, as another stage.
     """
 
     def __init__(
-        self, module: pl.LightningModule, ranks: Collectives, check: Callable[[Any, str], None], again: bool = False
+        self,
+        module: pl.LightningModule,
+        ranks: Collectives,
+        check: Callable[[Any, str], None],
+        source: int = 0,
+        again: bool = False,
     ) -> None:
         self._module = module
+        self._source = source
         self._again = again
         self._ranks = ranks
         self._check = check
@@ -141,21 +148,19 @@ class ReplayedLogs:
             raise PipelineError(f"the metric logged as '{name}' is not an attribute of the module: make it one.")
         return found
 
-    def replay(self, loss: BatchLoss | None, here: bool) -> BatchLoss | None:
+    def replay(self, loss: BatchLoss | None) -> BatchLoss | None:
         """Sends what was kept on the last stage to all stages and logs it. Collective over the pipeline.
 
         Args:
             loss: of the batch, on the last stage.
-            here: this rank has the last stage.
         Returns: the loss of the batch.
         """
-        form, values = self._summary(loss) if here else ((), [])
+        form, values = self._summary(loss) if self._ranks.rank == self._source else ((), [])
         number = self._forms.index(form) if form in self._forms else -1
         row = torch.zeros(1 + _VALUES, dtype=torch.float64)
         row[0] = number
         row[1 : 1 + min(len(values), _VALUES)] = torch.tensor(values[:_VALUES], dtype=torch.float64)
-        place = self._ranks.gather_small(torch.tensor([int(here)], dtype=torch.int64), "logged values")
-        source = int(place.view(-1).argmax())
+        source = self._source
         sent = self._ranks.gather_small(row.to(self._ranks.device), "logged values").cpu()[source]
         number = int(sent[0])
         if number < 0 or 2 * len(self._forms[number][1]) + _LOSS_FIELDS > _VALUES:

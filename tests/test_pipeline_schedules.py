@@ -12,7 +12,7 @@ from shardlight.strategies.engine.pipeline.schedules import SCHEDULES, Action, K
 from shardlight.strategies.engine.pipeline.simulate import Channel, Costs, simulate
 from shardlight.strategies.errors import ScheduleError, StrategyError
 
-F, B, I, W, R = Kind  # noqa: E741
+F, B, I, W = Kind  # noqa: E741
 RANKS, MICRO_BATCHES = range(1, 9), (1, 2, 3, 4, 5, 7, 8, 9, 16)
 EVERY = [(name, ranks, None) for name in SCHEDULES for ranks in RANKS]
 EVERY += [("interleaved_1f1b", ranks, chunks) for ranks in (1, 2, 3, 4, 8) for chunks in (3, 4)]
@@ -26,7 +26,7 @@ def run_of(name, ranks, micro_batches, chunks=None):
 
 def written(schedule, rank):
     """A rank's actions in short: F0 for gpipe and its like, F2.0 (stage 2) where there are more stages than ranks."""
-    letters = dict(zip(Kind, "FBIWR", strict=True))
+    letters = dict(zip(Kind, "FBIW", strict=True))
     name = "{0}{2}" if schedule.stages == schedule.ranks else "{0}{1}.{2}"
     return " ".join(name.format(letters[a.kind], a.stage, a.micro_batch) for a in schedule.actions[rank])
 
@@ -34,12 +34,12 @@ def written(schedule, rank):
 @pytest.mark.parametrize(
     "name,rank,expected",
     [
-        ("gpipe", 0, "F0 F1 F2 F3 B0 B1 B2 B3 R3"),
-        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 B2 B3 R3"),
-        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 B3 R3"),
-        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 R3"),
-        ("zb_h1", 0, "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 R3"),
-        ("zb_h1", 2, "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 R3"),
+        ("gpipe", 0, "F0 F1 F2 F3 B0 B1 B2 B3"),
+        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 B2 B3"),
+        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 B3"),
+        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("zb_h1", 0, "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"),
+        ("zb_h1", 2, "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"),
     ],
 )
 def test_the_orders_of_the_papers(name, rank, expected):
@@ -49,9 +49,7 @@ def test_the_orders_of_the_papers(name, rank, expected):
 def test_interleaved_goes_through_all_stages_of_a_rank_before_the_next_group():
     schedule = build("interleaved_1f1b", 2, 4)
     assert schedule.placement == (0, 1, 0, 1) and schedule.stages_of(1) == (1, 3)
-    assert written(schedule, 0) == (
-        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 R2.3 B0.2 B0.3 R0.3"
-    )
+    assert written(schedule, 0) == ("F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3")
 
 
 def test_the_v_schedule_comes_back_to_the_first_rank():
@@ -59,7 +57,7 @@ def test_the_v_schedule_comes_back_to_the_first_rank():
     assert schedule.placement == (0, 1, 1, 0) and schedule.stages_of(0) == (0, 3)
     assert (
         written(schedule, 1)
-        == "F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 R2.2 W1.2 R1.2"
+        == "F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2"
     )
 
 
@@ -172,8 +170,8 @@ def test_communication_delays_only_what_waits_for_it():
 
 
 def test_a_joint_backward_may_cost_less_than_its_two_parts():
-    costs = replace(Costs.uniform(2), backward=(1.5, 1.5), reduce=(0.25, 0.0))
-    assert simulate(build("1f1b", 2, 4), costs).makespan == 5 * 2.5 + 0.25
+    costs = replace(Costs.uniform(2), backward=(1.5, 1.5))
+    assert simulate(build("1f1b", 2, 4), costs).makespan == 5 * 2.5
 
 
 def test_messages_that_lie_ready_are_counted():
@@ -217,8 +215,6 @@ def swapped(first, second):
         ),
         (lambda a: [*a, Action(I, 1, 2)], "backward or backward_input of micro-batch 2 on stage 1 is there 2"),
         (lambda a: [*a, Action(W, 1, 2)], "backward or backward_weight of micro-batch 2 on stage 1 is there 2"),
-        (lambda a: a[:-1], "gradients of stage 1 are reduced 0 times"),
-        (lambda a: [*a, a[-1]], "gradients of stage 1 are reduced 2 times"),
         (lambda a: [Action(F, 0, 0), *a], "rank 1 has the forward of micro-batch 0 on stage 0, which lies on rank 0"),
         (lambda a: [*a, Action(F, 2, 0)], "on stage 2, which there is not"),
         (lambda a: [*a, Action(F, 1, 9)], "micro-batch 9 on stage 1, which there is not"),
@@ -228,7 +224,7 @@ def swapped(first, second):
         ),
         (
             swapped(-1, -2),
-            "rank 1 waits before the reduce of micro-batch 2 on stage 1 for the backward of micro-batch 2",
+            "rank 1 waits before the backward of micro-batch 2 on stage 1 for the forward of micro-batch 2",
         ),
     ],
 )

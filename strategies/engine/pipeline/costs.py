@@ -14,7 +14,6 @@ class Costs:
     Attributes:
         forward, backward_input, backward_weight: time per stage.
         backward: time per stage of both backwards in one; None: the sum of the two.
-        reduce: time per stage that a rank is held up by the reduction of a stage's gradients; None: nothing.
         communication: time from the end of an action until what it sends has arrived; ranks compute meanwhile.
         activation_bytes: per stage, kept from a forward until its backward.
         held_bytes: per stage, what a split backward still keeps of that for the weights' gradients; None: all of it.
@@ -24,7 +23,6 @@ class Costs:
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     backward: tuple[float, ...] | None = None
-    reduce: tuple[float, ...] | None = None
     communication: float = 0.0
     activation_bytes: tuple[float, ...]
     held_bytes: tuple[float, ...] | None = None
@@ -59,8 +57,6 @@ class Costs:
             return self.backward_input[stage]
         if action.kind == Kind.BACKWARD_WEIGHT:
             return self.backward_weight[stage]
-        if action.kind == Kind.REDUCE:
-            return 0.0 if self.reduce is None else self.reduce[stage]
         return (
             self.backward_input[stage] + self.backward_weight[stage] if self.backward is None else self.backward[stage]
         )

@@ -7,9 +7,8 @@ from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedu
 from shardlight.strategies.engine.pipeline.simulate import Simulation, Timed
 
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B", Kind.BACKWARD_WEIGHT: "W"}
-"""A REDUCE is drawn only where it takes time."""
 
-COLOURS = {"F": "#7aa6d8", "B": "#8fc08a", "W": "#e6b35c", "R": "#b0b0b0"}
+COLOURS = {"F": "#7aa6d8", "B": "#8fc08a", "W": "#e6b35c"}
 
 MOST_COLUMNS = 24
 """Characters that the longest action may take in a text; in much shorter ones there is then no room for the number."""
@@ -57,7 +56,7 @@ def _line(schedule: Schedule, row: list[Timed], scale: float) -> str:
 
 def label(schedule: Schedule, action: Action) -> str:
     """Returns how an action is written. Example: "F3", or "F3b" on the second stage of its rank."""
-    letter = LETTERS.get(action.kind, "R")
+    letter = LETTERS[action.kind]
     place = place_of(schedule, action.stage)
     return f"{letter}{action.micro_batch}{chr(ord('a') + place) if schedule.stages > schedule.ranks else ''}"
 

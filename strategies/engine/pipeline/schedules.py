@@ -28,17 +28,11 @@ class Kind(StrEnum):
     """The gradient of the stage's input alone, for which the stage before waits."""
     BACKWARD_WEIGHT = "backward_weight"
     """The weights' gradients, for which nobody waits: they fill what would be idle time."""
-    REDUCE = "reduce"
-    """The stage's gradients are complete and may be reduced over the ranks that hold the same stage. An action and no
-    hook: where a backward is split, weights get their gradients without a hook of autograd being called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a rank; `stage` is a virtual stage, counted along the model over all ranks.
-
-    `micro_batch` of a REDUCE is the one whose gradients were the last.
-    """
+    """One step of a rank; `stage` is a virtual stage, counted along the model over all ranks."""
 
     kind: Kind
     stage: int
@@ -80,7 +74,7 @@ class Recipe:
     """How a schedule is made.
 
     Attributes:
-        order: (rank, ranks, micro_batches, chunks) -> its actions without REDUCE. It may go on beyond the micro-batches
+        order: (rank, ranks, micro_batches, chunks) -> its actions. It may go on beyond the micro-batches
             that there are: those actions are left out, which leaves the rest an order that can be carried out.
         place: (ranks, chunks) -> placement.
         chunks: how many stages a rank has; None: two or more, as asked.
@@ -102,13 +96,13 @@ def build(name: str, ranks: int, micro_batches: int, chunks: int | None = None) 
         micro_batches: any number from 1.
         chunks: stages per rank; None: what the schedule takes (2 for interleaved_1f1b and zbv, 1 for the others).
     Raises: ScheduleError: there is no such schedule, or not with these numbers.
-    Example: build("1f1b", 2, 2) has F0 F1 B0 B1 on rank 0 and F0 B0 F1 B1 on rank 1, each with a REDUCE at the end.
+    Example: build("1f1b", 2, 2) has F0 F1 B0 B1 on rank 0 and F0 B0 F1 B1 on rank 1.
     """
     chunks = check_setting(name, ranks, micro_batches, chunks)
     recipe = SCHEDULES[name]
     placement = recipe.place(ranks, chunks)
     actions = (
-        _with_reductions(a for a in recipe.order(rank, ranks, micro_batches, chunks) if a.micro_batch < micro_batches)
+        tuple(a for a in recipe.order(rank, ranks, micro_batches, chunks) if a.micro_batch < micro_batches)
         for rank in range(ranks)
     )
     return Schedule(name, ranks, len(placement), micro_batches, placement, tuple(actions))
@@ -239,15 +233,6 @@ def _zero_bubble_v(rank: int, ranks: int, micro_batches: int, _chunks: int) -> I
         yield from steps(first, B, W)
     for stage in (second, first):
         yield from steps(stage, *[W] * (total - done[W, stage]))
-
-
-def _with_reductions(actions: Iterator[Action]) -> tuple[Action, ...]:
-    """Puts a REDUCE behind the last action that adds to the gradients of each stage."""
-    kept = list(actions)
-    last = {a.stage: at for at, a in enumerate(kept) if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-    for stage, at in sorted(last.items(), key=lambda item: -item[1]):
-        kept.insert(at + 1, Action(Kind.REDUCE, stage, kept[at].micro_batch))
-    return tuple(kept)
 
 
 SCHEDULES: dict[str, Recipe] = {

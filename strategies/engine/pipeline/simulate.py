@@ -104,7 +104,6 @@ def check_costs(schedule: Schedule, costs: Costs) -> None:
         "backward_input",
         "backward_weight",
         "backward",
-        "reduce",
         "activation_bytes",
         "held_bytes",
     ):
@@ -130,19 +129,12 @@ def check_actions(schedule: Schedule) -> None:
                 raise ScheduleError(f"{schedule.name}: rank {rank} has the {action}, which there is not.")
             done[action] += 1
     trains = any(action.kind != Kind.FORWARD for action in done)
-    reductions: Counter[int] = Counter()
-    for action, times in done.items():
-        reductions[action.stage] += times * (action.kind == Kind.REDUCE)
     for stage in range(schedule.stages):
         for m in range(schedule.micro_batches):
             _once(schedule, done, stage, m, (Kind.FORWARD,))
             if trains:
                 _once(schedule, done, stage, m, BACKWARDS)
                 _once(schedule, done, stage, m, WEIGHTS)
-        if trains and reductions[stage] != 1:
-            raise ScheduleError(
-                f"{schedule.name}: the gradients of stage {stage} are reduced {reductions[stage]} times, not once."
-            )
 
 
 def _once(schedule: Schedule, done: Counter[Action], stage: int, m: int, kinds: Sequence[Kind]) -> None:
@@ -164,10 +156,8 @@ def needs(schedule: Schedule, action: Action) -> Iterable[tuple[Action, ...]]:
         yield (Action(Kind.FORWARD, stage, m),)
         if stage < schedule.stages - 1:
             yield tuple(Action(kind, stage + 1, m) for kind in BACKWARDS)
-    elif action.kind == Kind.BACKWARD_WEIGHT:
-        yield (Action(Kind.BACKWARD_INPUT, stage, m),)
     else:
-        yield from (tuple(Action(kind, stage, k) for kind in WEIGHTS) for k in range(schedule.micro_batches))
+        yield (Action(Kind.BACKWARD_INPUT, stage, m),)
 
 
 def _run(schedule: Schedule, costs: Costs) -> tuple[tuple[Timed, ...], ...]:
