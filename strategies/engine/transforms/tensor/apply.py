@@ -6,7 +6,7 @@ import torch
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.transforms.forward import replace_forward
 from shardlight.strategies.engine.transforms.tensor import elementwise, loss, products, reductions, views
-from shardlight.strategies.engine.transforms.tensor.cut_parameter import mark_cut
+from shardlight.strategies.engine.transforms.tensor.cut_parameter import forward_begins, forward_ends, mark_cut
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
 from shardlight.strategies.engine.transforms.tensor.layers import whole_input
 from shardlight.strategies.engine.transforms.tensor.plan import TensorPlan
@@ -48,14 +48,32 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
             mark_cut(parameter, dim, split, group)
     undos: list[Callable[[], None]] = []
     for name, layer in plan.layers.items():
+        if layer.own_forward:
+            continue
         undos.append(replace_forward(modules[name], layer.forward(group, along_sequence=plan.norms == "sharded")))
     undos += [replace_forward(modules[name], whole_input) for name in plan.blocks]
     undos += [_no_fast_path(inner) for inner in modules.values() if isinstance(inner, nn.TransformerEncoderLayer)]
     undos += [_no_nested(inner) for inner in modules.values() if isinstance(inner, nn.TransformerEncoder)]
 
+    undos += [_noted(inner) for inner in (module, *module.children())]
+
     def undo() -> None:
         for step in reversed(undos):
             step()
+
+    return undo
+
+
+def _noted(module: nn.Module) -> Callable[[], None]:
+    """Notes when a forward runs, with gradients or without; see [Note: cut parameters]."""
+    handles = (
+        module.register_forward_pre_hook(lambda *_: forward_begins()),
+        module.register_forward_hook(lambda *_: forward_ends(), always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
 
     return undo
 

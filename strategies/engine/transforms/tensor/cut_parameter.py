@@ -3,7 +3,7 @@
 [Note: cut parameters] Layers use their parameters' parts. Wherever else a user's code computes with such a parameter (a
 head that is `F.linear(x, embedding.weight)`, a penalty on weights), a part in the place of the whole would give a wrong
 number in silence. So there it is a `Sharded` tensor of its logical shape. What only looks at a parameter, or runs
-without gradients, sees this rank's part: the engine, optimizers, whoever writes to it.
+without gradients outside of forwards, sees this rank's part: the engine, optimizers, whoever writes to it.
 """
 
 import copy
@@ -35,6 +35,22 @@ _PART = frozenset(
 """What gives this rank's part, also with gradients."""
 
 
+_forwards = 0
+"""How many forwards of models are running."""
+
+
+def forward_begins() -> None:
+    """Notes that the forward of a model with cut parameters runs."""
+    global _forwards
+    _forwards += 1
+
+
+def forward_ends() -> None:
+    """Notes that it has ended."""
+    global _forwards
+    _forwards -= 1
+
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -64,7 +80,7 @@ class CutParameter(ParameterPart):
 def _of_whole(func: Callable) -> bool:
     if func in _PRODUCTS:
         return True
-    return torch.is_grad_enabled() and not (func in _PART or needs_no_values(func) or writes(func))
+    return (_forwards > 0 or torch.is_grad_enabled()) and not (func in _PART or needs_no_values(func) or writes(func))
 
 
 def mark_cut(parameter: nn.Parameter, dim: int, split: Split, group: TensorGroup) -> None:

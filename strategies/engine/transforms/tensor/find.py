@@ -54,6 +54,8 @@ class Linear:
     inputs: int
     outputs: int
     transposed: bool
+    own_forward: bool = False
+    """Whether its class computes in its own way: it is given tensors of logical shape, see [Note: cut parameters]."""
 
     @property
     def own_name(self) -> str:
@@ -126,8 +128,9 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 2 or "forward" in vars(module):
             continue
-        if type(module).forward is nn.Linear.forward and type(module).__call__ is nn.Module.__call__:
-            yield name, Linear(name, module, weight.shape[1], weight.shape[0], False)
+        if isinstance(module, nn.Linear) and tuple(weight.shape) == (module.out_features, module.in_features):
+            own = type(module).forward is not nn.Linear.forward
+            yield name, Linear(name, module, weight.shape[1], weight.shape[0], False, own)
         elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
             yield name, Linear(name, module, weight.shape[0], weight.shape[1], True)
 
@@ -329,7 +332,7 @@ def _chain(name: str, layers: list[Linear], found: Found, taken: set[str]) -> No
 def _words(model: nn.Module, found: Found, taken: set[str]) -> None:
     embeddings = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        if isinstance(module, nn.Embedding):
             own = name.rpartition(".")[2].lower()
             if any(word in own for word in ("pos", "type", "segment", "wpe")):
                 continue

@@ -35,6 +35,8 @@ class Layer:
     """Of its outputs (column, head, shared heads), inputs (row, attention: of out_proj) or words (vocab)."""
     transposed: bool = False
     """Whether its weight is (in, out)."""
+    own_forward: bool = False
+    """Whether its forward stays: see [Note: cut parameters]."""
     why: str = ""
 
     def cut(self, module: nn.Module) -> dict[str, tuple[int, Split]]:

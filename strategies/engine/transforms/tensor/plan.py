@@ -187,10 +187,25 @@ class _Maker:
                     raise TensorError(f"strategy.plan: '{name}' is a {kind}, which cannot be cut as '{how}'.")
 
     def _put(self, linear: Linear, how: How, split: Split, why: str) -> None:
-        if self._says(linear.name) is None:
-            self.layers[linear.name] = Layer(
-                name=linear.name, how=how, split=split, transposed=linear.transposed, why=why
-            )
+        if linear.own_forward and how == "shared heads":
+            self.whole[linear.name] = f"{why}, and a forward of its own"
+        elif self._says(linear.name) is None:
+            self.layers[linear.name] = self._layer(linear, how, split, why)
+
+    def _layer(self, linear: Linear, how: How, split: Split, why: str) -> Layer:
+        return Layer(
+            name=linear.name,
+            how=how,
+            split=split,
+            transposed=linear.transposed,
+            own_forward=linear.own_forward,
+            why=why,
+        )
+
+    def _embedding(self, name: str, module: nn.Embedding, why: str) -> None:
+        split = Split.even(module.num_embeddings, self.size)
+        own = type(module).forward is not nn.Embedding.forward
+        self.layers[name] = Layer(name=name, how="vocab", split=split, own_forward=own, why=why)
 
     def _divides(self, name: str, heads: int, key_heads: int) -> bool:
         self.heads.append(heads)
@@ -251,8 +266,7 @@ class _Maker:
             if words < self.size or self._says(name) is not None:
                 self.whole[name] = f"{words} words" if words < self.size else "plan"
                 continue
-            split = Split.even(words, self.size)
-            self.layers[name] = Layer(name=name, how="vocab", split=split, why=f"{words} words")
+            self._embedding(name, embedding, f"{words} words")
         for linear in found.heads.values():
             if linear.outputs >= self.size:
                 self._put(linear, "head", Split.even(linear.outputs, self.size), f"{linear.outputs} words")
@@ -288,13 +302,12 @@ class _Maker:
             if how is None or how == "whole":
                 continue
             if name in found.embeddings:
-                split = Split.even(found.embeddings[name].num_embeddings, self.size)
-                self.layers[name] = Layer(name=name, how="vocab", split=split, why="plan")
+                self._embedding(name, found.embeddings[name], "plan")
                 continue
             linear = found.linears[name]
             split = Split.even(linear.inputs if how == "row" else linear.outputs, self.size)
             kind: How = "head" if how == "vocab" else how  # type: ignore[assignment]
-            self.layers[name] = Layer(name=name, how=kind, split=split, transposed=linear.transposed, why="plan")
+            self.layers[name] = self._layer(linear, kind, split, "plan")
 
     def rest(self, found: Found, cuts: Collection[str]) -> None:
         """Says of every module with parameters that are whole why they are."""

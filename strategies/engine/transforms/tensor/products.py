@@ -144,10 +144,10 @@ def look_up(
 
 @on_parts(F.embedding)
 def _embedding(func: Callable, args: tuple, kwargs: dict) -> Any:
-    given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
-    words, weight = given.pop("input"), given.pop("weight")
-    padding = given.pop("padding_idx", None)
-    if any(given.values()):
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    words, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+    if any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
         return NotImplemented
     if type(weight) is not Sharded:
         out = F.embedding(words.local, shared(seen(weight), words.group), padding)
@@ -206,9 +206,11 @@ def _contract(a: Tensor, b: Tensor, places: dict[str, int], group: TensorGroup) 
 @on_parts(*named("addmm baddbmm"))
 def _addmm(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Products of rows, or of batches: the operands in front are divided along the first dimension."""
-    if len(args) != 3 or "out" in kwargs:
+    names = ("input", "mat1", "mat2") if func.__name__ == "addmm" else ("input", "batch1", "batch2")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "out" in kwargs:
         return NotImplemented
-    added, a, b = args
+    added, a, b = (given.pop(name) for name in names)
     if type(a) is not Sharded or a.axis != 0 or (func.__name__ == "addmm" and type(b) is Sharded):
         return NotImplemented
     behind, split, group = -len(a.whole_shape), a.division, a.group
@@ -218,7 +220,7 @@ def _addmm(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     last = local_of(b) if type(b) is Sharded else shared(seen(b), group)
     first = operand(added, behind, split, group)
-    return sharded(func(first, local_of(a), last, **kwargs), 0, split, group)
+    return sharded(func(first, local_of(a), last, **given), 0, split, group)
 
 
 @on_parts(torch.einsum)
