@@ -292,5 +292,5 @@ def _staged(units: Sequence[UnitShape], setting: Setting, sums: _Sums) -> None:
             most = max(most, at_once * shard)
             moments = max([moments, *(len(p.moments) for p in buffer.parameters)])
     length = max(1, offload.staging_bytes // 4 // BLOCK_BYTES) * BLOCK_BYTES * 4
-    step = (2 * (2 + moments) + 2 * offload.staging_count) * min(length, largest)
+    step = offload.staging_count * (4 + moments) * min(length, largest)
     sums.add("staging buffers", "host", max(most, step), 0)

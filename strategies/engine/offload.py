@@ -27,7 +27,8 @@ class Offload:
     are gone when their process ends, however that ends."""
 
     staging_count: int = 3
-    """How many ranges are in memory while a step streams: one is read, one computed, one written."""
+    """Ranges of a streamed step that are read ahead, with the one that is computed. One ahead waits for the disk in a
+    machine that has much to do; each more takes its weights, gradients and moments of memory."""
 
     staging_bytes: int = 4194304
     """Bytes of one tensor of a range."""

@@ -1,10 +1,10 @@
 """The optimizer's step where some of its state is on disk: range by range, read ahead and written behind.
 
 [Note: streamed step] A buffer's shard is cut into ranges. While one range is stepped, weights, gradients and state of
-the next are read, and those of the one before are written. To the optimizer a range is a set of parameters of their
-own, with their own state: whatever treats one element at a time computes what it computes for whole parameters. State
-that is not laid out like a parameter (the count of steps) is the same for all ranges of one: each starts from what it
-was before.
+the next ones are read, and those of the ones before are written. To the optimizer a range is a set of parameters of
+their own, with their own state: whatever treats one element at a time computes what it computes for whole parameters.
+State that is not laid out like a parameter (the count of steps) is the same for all ranges of one: each starts from
+what it was before.
 
 Source: Rajbhandari et al. 2021, ZeRO-Infinity, section 5.2.2 (arXiv 2104.07857).
 """
@@ -147,9 +147,10 @@ class StreamedSteps:
                 if not isinstance(buffer.grad, DiskTensor):
                     buffer.settle()
         ranges = list(self._ranges(mine))
-        coming = [self._stage(optimizer, r) for r in ranges[:1]]
+        count = self._tiers.offload.staging_count
+        coming = [self._stage(optimizer, r) for r in ranges[: count - 1]]
         for at in range(len(ranges)):
-            coming += [self._stage(optimizer, later) for later in ranges[at + 1 : at + 2]]
+            coming += [self._stage(optimizer, later) for later in ranges[at + count - 1 : at + count]]
             self._step_range(optimizer, coming.pop(0), groups, before, after, op)
         for number, state in after.items():
             optimizer.state[mine[number]] = state

@@ -26,7 +26,7 @@ from torch import Tensor
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 TENSORS = 4
-"""Of a range that is stepped: weights, gradients and two moments. One range is read while another is computed."""
+"""Of a range that is stepped: weights, gradients and two moments."""
 LEAST_MAPPED_BYTES, MOST_IN_HEAP_BYTES = 1 << 18, 2 << 20
 """Between which the size of a block is from which on the heap does not keep it, half that of a staging buffer."""
 _NAME = "shardlight-swap-"
@@ -115,7 +115,8 @@ class Tiers:
         self.offload = offload
         self._written_bytes = 2 * offload.staging_count * offload.staging_bytes
         """What is being written, at most."""
-        self.staging = Staging(aligned, 2 * TENSORS * offload.staging_bytes + self._written_bytes)
+        read_bytes = offload.staging_count * TENSORS * offload.staging_bytes
+        self.staging = Staging(aligned, read_bytes + self._written_bytes)
         self.shared = Staging(pages.aligned, self._written_bytes)
         """What other ranks of the host read where it lies."""
         self.traffic: dict[Kind, Traffic] = {"parameters": Traffic(), "gradients": Traffic(), "optimizer": Traffic()}
