@@ -2,14 +2,16 @@
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from models import TinyGPT, token_batch
+from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
-from shardlight.strategies.errors import TensorError
+from shardlight.strategies.errors import StrategyError, TensorError
 from tensor_parity import check_equal, cut, gradients, part, same_gradients, tensor_group
 from test_tensor_models import VOCAB, WIDTH, Derived, Grouped, Model, double, on_tokens, sequential
 from torch import nn
@@ -406,3 +408,35 @@ def deferred(rank, size):
 
 def test_models_without_values_are_cut():
     run_ranks(deferred, 2)
+
+
+# --- compilation
+
+
+def compiled(rank, size):
+    group = tensor_group()
+    with pytest.raises(TensorError, match="is compiled by torch.compile"):
+        cut(torch.compile(gpt(), backend="eager"), group)
+    mine, _ = cut(gpt(), group)
+    with pytest.raises(StrategyError, match="compile='blocks': the model's matrices are cut"):
+        BlockTransforms(compile="blocks").apply(mine, list(mine.blocks), nullcontext, None)
+
+
+def test_compilation_is_refused():
+    run_ranks(compiled, 2)
+
+
+def shipped():
+    model = nn.ModuleDict({"alpha": nn.Linear(6, 6), "beta": nn.Linear(6, 6), "gamma": nn.Linear(6, 6)})
+    model._tp_plan = {"alpha": "colwise", "beta": "rowwise", "gamma": "moe_tp_experts"}
+    return model
+
+
+def test_the_plan_that_a_model_ships_is_taken():
+    for prefix, model in (("", shipped()), ("inner.", nn.ModuleDict({"inner": shipped()}))):
+        plan = tensor_plan(model, 2)
+        assert {n: (x.how, x.why) for n, x in plan.layers.items()} == {
+            f"{prefix}alpha": ("column", "the model's tp_plan"),
+            f"{prefix}beta": ("row", "the model's tp_plan"),
+        }
+        assert list(plan.whole) == [f"{prefix}gamma"]

@@ -8,6 +8,7 @@ from typing import Any
 from shardlight.strategies.engine.choices import Compile, Recompute
 from shardlight.strategies.engine.transforms.compile import compile_blocks, keep_engine_out
 from shardlight.strategies.engine.transforms.recompute import recompute
+from shardlight.strategies.engine.transforms.tensor.sharded import ParameterPart
 from shardlight.strategies.errors import StrategyError
 from torch import nn
 
@@ -32,8 +33,13 @@ class BlockTransforms:
         Args:
             around: see `recompute`.
             prepare: see `compile_blocks`.
-        Raises: StrategyError: there are no blocks.
+        Raises: StrategyError: there are no blocks, or they are cut over a tensor group and are to be compiled.
         """
+        if self.compile != "no" and any(isinstance(p, ParameterPart) for p in model.parameters()):
+            raise StrategyError(
+                f"compile={self.compile!r}: the model's matrices are cut over a tensor group, and what its code sees "
+                "between them cannot be compiled. Set compile to 'no'."
+            )
         for option, value in (("recompute", self.recompute), ("compile", self.compile)):
             if value != "no" and not blocks:
                 raise StrategyError(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.transforms.compile import is_compiled
 from shardlight.strategies.engine.transforms.forward import replace_forward
 from shardlight.strategies.engine.transforms.tensor import elementwise, loss, products, reductions, views
 from shardlight.strategies.engine.transforms.tensor.cut_parameter import forward_begins, forward_ends, mark_cut
@@ -27,11 +28,16 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
         module: the one that the plan was made of, or one that is like it; with whole parameters.
         group: of `plan.size` ranks.
     Returns: a function that gives the layers their own forward back; parameters stay cut.
-    Raises: TensorError: the group has another size, or the module other shapes.
+    Raises: TensorError: the group has another size, the module other shapes, or it is compiled.
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup(group)
     if group.size != plan.size:
         raise TensorError(f"tensor: the plan is for {plan.size} ranks, and the group has {group.size}.")
+    if is_compiled(module):
+        raise TensorError(
+            "tensor: the model, or a part of it, is compiled by torch.compile, which does not see through tensors of "
+            "which each rank has a part. Leave it out."
+        )
     modules = dict(module.named_modules())
     done: set[int] = set()
     slices = plan.slices(group.rank)
