@@ -24,7 +24,7 @@ def count_so_far(engine: Engine) -> dict[str, float]:
 def state_of(engine: Engine, optimizer: Optimizer) -> dict[str, float]:
     """Returns the live bytes of model state, and what the ZeRO table says of them and of the bytes sent per step."""
     plan, world_size = engine.plan, engine.collectives.world_size
-    numel = sum(math.prod(engine.full_shape(p)) for p in engine.table.parameters)
+    numel = sum(math.prod(p.shape) for p in engine.table.parameters)
     elements = plan.wire_elements(numel, world_size, 1, engine.table.reduce)
     table = {"table_state_bytes": plan.state_bytes(numel, world_size), "table_sent_bytes": 4 * elements}
     return {"state_bytes": engine.state_bytes([optimizer]), **table}
