@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from shardlight.strategies.ema import ShardedEMA
     from shardlight.strategies.engine.deferred.tensors import deferred_init, materialise
     from shardlight.strategies.engine.offload import Offload
+    from shardlight.strategies.mesh import MeshStrategy
     from shardlight.strategies.options import EngineOptions
     from shardlight.strategies.pipeline import Pipeline
     from shardlight.strategies.precision import MixedFP16
+    from shardlight.strategies.tensor import TensorParallel
     from shardlight.strategies.zero import DDP, STRATEGIES, Infinity, Single, ZeRO1, ZeRO2, ZeRO3
 
 __all__ = [
@@ -26,12 +28,14 @@ __all__ = [
     "EngineOptions",
     "Infinity",
     "LoadReport",
+    "MeshStrategy",
     "MixedFP16",
     "Offload",
     "Pipeline",
     "ShardedEMA",
     "ShardedStrategy",
     "Single",
+    "TensorParallel",
     "ZeRO1",
     "ZeRO2",
     "ZeRO3",
@@ -48,12 +52,14 @@ _HOMES = {
     "EngineOptions": "options",
     "Infinity": "zero",
     "LoadReport": "checkpoint.weights",
+    "MeshStrategy": "mesh",
     "MixedFP16": "precision",
     "Offload": "engine.offload",
     "Pipeline": "pipeline",
     "ShardedEMA": "ema",
     "ShardedStrategy": "base",
     "Single": "zero",
+    "TensorParallel": "tensor",
     "ZeRO1": "zero",
     "ZeRO2": "zero",
     "ZeRO3": "zero",

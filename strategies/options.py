@@ -3,15 +3,18 @@
 No torch in here, so that a config can be checked without importing it.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from shardlight.strategies.engine.choices import (
     Compile,
     KeepGathered,
     MomentsDtype,
+    Norms,
     OptimizerKernel,
     Order,
+    Override,
     Recompute,
     Transport,
 )
@@ -119,6 +122,11 @@ class EngineOptions:
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """How many ranks a model is cut over, by axis of the mesh; nothing where every rank has all of it."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class InfinityOptions(EngineOptions):
@@ -145,16 +153,14 @@ class InfinityOptions(EngineOptions):
     """Bytes of one tensor of a range."""
 
 
+Zero = Literal[0, 1, 2, 3]
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 """The row of the ZeRO table for each value of the option `zero`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions(EngineOptions):
-    """Options of pipeline: how a model is cut into stages, and in which order micro-batches go through them."""
-
-    stages: int = 2
-    """Ranks that a batch goes through. The other factor of the number of ranks see different data."""
+class StagedOptions(EngineOptions):
+    """Options of what cuts a model into stages, and in which order micro-batches go through them."""
 
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"] = "1f1b"
     """In which order a rank runs forwards and backwards. `gpipe`: all forwards first (most memory). `1f1b`: a backward
@@ -183,8 +189,8 @@ class PipelineOptions(EngineOptions):
     """Names of modules or parameters outside of the blocks that every stage has, e.g. an embedding that blocks of later
     stages are given; their gradients are added up over the stages."""
 
-    zero: Literal[0, 1, 2, 3] = 1
-    """What the ranks of one stage shard among them, as ddp, zero1, zero2 and zero3 do."""
+    zero: Zero = 1
+    """What the ranks that have the same part of the model shard among them, as ddp, zero1, zero2 and zero3 do."""
 
     keep_gathered: KeepGathered = "window"
     """zero: 3: how long a unit's weights stay, as under zero3. `window`: they are gathered once per step, whatever the
@@ -193,22 +199,85 @@ class PipelineOptions(EngineOptions):
     @property
     def per_batch(self) -> int:
         """Micro-batches of a batch."""
-        return 2 * self.stages if self.micro_batches is None else self.micro_batches
+        return 2 * self.axes["pipeline"] if self.micro_batches is None else self.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(StagedOptions):
+    """Options of pipeline."""
+
+    stages: int = 2
+    """Ranks that a batch goes through. The other factor of the number of ranks see different data."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """See EngineOptions."""
+        return {"pipeline": self.stages}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """Options of what cuts matrices over the ranks of a tensor group."""
+
+    plan: Mapping[str, Override] = field(default_factory=dict)
+    """How layers are cut, by pattern of their name (`*.mlp.up: column`), where that is not found by itself: `column`
+    (outputs are divided), `row` (inputs), `vocab` (words of an embedding or a head), `whole` (it is not cut, nor is
+    anything in it). The first pattern that fits counts."""
+
+    norms: Norms = "whole"
+    """What is between the cut layers of blocks. `whole`: the same on all ranks of a group. `sharded`: divided along the
+    sequence, which takes less memory for activations; as many bytes are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions(CutOptions, EngineOptions):
+    """Options of tensor: a model's matrices are cut over the ranks of a group."""
+
+    size: int = 2
+    """Ranks of a group, which see the same data. The other factor of the number of ranks see different data."""
+
+    zero: Zero = 1
+    """What the ranks that have the same part of the model shard among them, as ddp, zero1, zero2 and zero3 do."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """See EngineOptions."""
+        return {"tensor": self.size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions(CutOptions, StagedOptions):
+    """Options of mesh: several ways to cut a model at once; what they leave of the ranks see different data."""
+
+    pipeline: int = 1
+    """Stages that a batch goes through, as `stages` of pipeline."""
+
+    tensor: int = 1
+    """Ranks that matrices are cut over, as `size` of tensor; they follow each other."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """See EngineOptions."""
+        return {"pipeline": self.pipeline, "tensor": self.tensor}
 
 
 OPTIONS: dict[str, type[EngineOptions]] = {
     **dict.fromkeys(PLANS, EngineOptions),
     "infinity": InfinityOptions,
     "pipeline": PipelineOptions,
+    "tensor": TensorOptions,
+    "mesh": MeshOptions,
 }
 """What options each strategy has, by its name in a config."""
 
+_WITH_ZERO = ("pipeline", "tensor", "mesh")
+
 ONLY_FOR: dict[str, tuple[tuple[str, ...], str]] = {
-    "shard_group": (("zero1", "zero2", "zero3", "infinity", "pipeline"), "{} shards nothing"),
-    "keep_gathered": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
-    "keep_small": (("zero3", "infinity", "pipeline"), "the weights of {} are always there"),
+    "shard_group": (("zero1", "zero2", "zero3", "infinity", *_WITH_ZERO), "{} shards nothing"),
+    "keep_gathered": (("zero3", "infinity", *_WITH_ZERO), "the weights of {} are always there"),
+    "keep_small": (("zero3", "infinity", *_WITH_ZERO), "the weights of {} are always there"),
     "order": (("zero3", "infinity"), "{} gathers no weights from batch to batch"),
-    "micro_batches": (("zero3", "infinity", "pipeline"), "{} runs batches as they are"),
+    "micro_batches": (("zero3", "infinity", "pipeline", "mesh"), "{} runs batches as they are"),
     "offload": (("zero1", "zero2", "zero3"), "{} keeps all state on the device, or has options of its own for it"),
 }
 """Options that mean something to some strategies only: which, and why not to the others."""
@@ -225,11 +294,11 @@ _ONLY_WITH: dict[str, tuple[str, ...]] = {
 def without_effect(options: EngineOptions, precision: str) -> dict[str, str]:
     """Returns the options that are set but mean nothing with this precision: name to what is wrong, and the mend."""
     found = {}
-    for field in fields(options):
-        precisions = _ONLY_WITH.get(field.name, (precision,))
-        if precision not in precisions and getattr(options, field.name) != field.default:
-            found[field.name] = (
-                f"{field.name} is for trainer.precision {' or '.join(precisions)}, which is {precision} here. "
+    for entry in fields(options):
+        precisions = _ONLY_WITH.get(entry.name, (precision,))
+        if precision not in precisions and getattr(options, entry.name) != entry.default:
+            found[entry.name] = (
+                f"{entry.name} is for trainer.precision {' or '.join(precisions)}, which is {precision} here. "
                 "Leave it out, or change the precision."
             )
     if options.compile == "no" and options.compile_backend != "inductor":
@@ -248,7 +317,7 @@ def _refuse_without_use(options: EngineOptions, strategy: str) -> None:
 def offload_of(options: EngineOptions) -> Offload | None:
     """Returns where state is; None: all of it is on the device."""
     if isinstance(options, InfinityOptions):
-        return Offload(**{field.name: getattr(options, field.name) for field in fields(Offload)})
+        return Offload(**{entry.name: getattr(options, entry.name) for entry in fields(Offload)})
     return options.offload
 
 
@@ -278,13 +347,60 @@ def _check_offload(options: EngineOptions, strategy: str) -> None:
         )
 
 
-def _check_pipeline(options: EngineOptions) -> None:
-    if not isinstance(options, PipelineOptions):
+def _check_parts(options: EngineOptions, strategy: str) -> None:
+    """Refuses what no model can be cut by."""
+    if not isinstance(options, StagedOptions | TensorOptions):
         return
-    for name in ("stages", "micro_batches"):
-        value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
+    sizes = [(n, getattr(options, n)) for n in ("stages", "size", "pipeline", "tensor") if hasattr(options, n)]
+    for name, value in sizes:
+        if not isinstance(value, int) or value < 1:
             raise StrategyError(f"{name}={value!r} must be at least 1.")
+    if options.zero not in range(len(ROWS)):
+        raise StrategyError(f"zero={options.zero!r} is not an option of {strategy}: use 0, 1, 2 or 3.")
+    for name, least in (("shard_group", 1), ("keep_gathered", 3), ("keep_small", 3)):
+        if options.zero < least and getattr(options, name) != getattr(type(options), name):
+            more = "zero: 3" if least == 3 else "zero: 1 to 3"
+            raise StrategyError(f"{name} is for {more}, and zero is {options.zero}. Leave it out, or set zero.")
+    if isinstance(options, CutOptions):
+        _check_cut(options)
+    if isinstance(options, StagedOptions):
+        _check_stages(options, strategy)
+
+
+def _check_cut(options: CutOptions) -> None:
+    for name, how in options.plan.items():
+        if how not in get_args(Override):
+            raise StrategyError(
+                f"plan: {{{name}: {how}}}: a layer is cut by {', '.join(get_args(Override)[:-1])}, or whole."
+            )
+    if options.norms not in get_args(Norms):
+        raise StrategyError(f"norms={options.norms!r} is not an option: use 'whole' or 'sharded'.")
+    if options.axes["tensor"] == 1 and (options.plan or options.norms != "whole"):  # type: ignore[attr-defined]
+        name = "plan" if options.plan else "norms"
+        raise StrategyError(f"{name} is for tensor: 2 or more. Leave it out, or set tensor.")
+    if options.norms == "sharded" and options.axes.get("pipeline", 1) > 1:  # type: ignore[attr-defined]
+        raise StrategyError(
+            "norms='sharded' does not go with stages, which send each other whole activations. Leave it out."
+        )
+    if options.axes["tensor"] > 1 and options.compile != "no":  # type: ignore[attr-defined]
+        raise StrategyError(
+            "compile='blocks' does not go with matrices that are cut, whose layers exchange what they compute. Leave "
+            "it out."
+        )
+
+
+_OF_STAGES = ("schedule", "micro_batches", "loss_over", "chunks", "balance", "blocks", "everywhere")
+
+
+def _check_stages(options: StagedOptions, strategy: str) -> None:
+    if options.axes["pipeline"] == 1 and strategy == "mesh":
+        for name in _OF_STAGES:
+            if getattr(options, name) != getattr(StagedOptions, name):
+                raise StrategyError(f"{name} is for pipeline: 2 or more, and it is 1. Leave it out, or set pipeline.")
+        return
+    parts = options.micro_batches
+    if parts is not None and (not isinstance(parts, int) or parts < 1):
+        raise StrategyError(f"micro_batches={parts!r} must be at least 1.")
     if options.loss_over not in ("micro_batch", "batch"):
         raise StrategyError(
             f"loss_over={options.loss_over!r} is not an option of pipeline: use 'micro_batch' or 'batch'."
@@ -294,18 +410,12 @@ def _check_pipeline(options: EngineOptions) -> None:
             f"loss_over='batch' needs schedule 'gpipe', which has all forwards before the first backward, and it is "
             f"{options.schedule!r}. Set schedule to gpipe, or leave loss_over out."
         )
-    if options.zero not in range(len(ROWS)):
-        raise StrategyError(f"zero={options.zero!r} is not an option of pipeline: use 0, 1, 2 or 3.")
     if options.reduce == "micro_batch":
         raise StrategyError(
             "reduce='micro_batch' is not for pipeline, whose gradients are reduced once per window. Leave it out."
         )
-    for name, least in (("shard_group", 1), ("keep_gathered", 3), ("keep_small", 3)):
-        if options.zero < least and getattr(options, name) != getattr(PipelineOptions, name):
-            more = "zero: 3" if least == 3 else "zero: 1 to 3"
-            raise StrategyError(f"{name} is for {more}, and zero is {options.zero}. Leave it out, or set zero.")
     if options.schedule != "auto":
-        check_setting(options.schedule, options.stages, options.per_batch, options.chunks)
+        check_setting(options.schedule, options.axes["pipeline"], options.per_batch, options.chunks)
     elif options.chunks is not None and options.chunks < 1:
         raise StrategyError(f"chunks={options.chunks!r} must be at least 1.")
     _check_balance(options)
@@ -313,7 +423,7 @@ def _check_pipeline(options: EngineOptions) -> None:
 
 def _check_order(options: EngineOptions) -> None:
     parts = options.micro_batches
-    if isinstance(options, PipelineOptions):
+    if isinstance(options, StagedOptions):
         return
     if parts is not None and (not isinstance(parts, int) or parts < 1):
         raise StrategyError(f"micro_batches={parts!r} must be at least 1.")
@@ -326,9 +436,9 @@ def _check_order(options: EngineOptions) -> None:
         )
 
 
-def _check_balance(options: PipelineOptions) -> None:
+def _check_balance(options: StagedOptions) -> None:
     """Refuses a `balance` that fits no model."""
-    counts, ranks, name = options.balance, options.stages, options.schedule
+    counts, ranks, name = options.balance, options.axes["pipeline"], options.schedule
     if not counts:
         return
     if name != "auto":
@@ -372,7 +482,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         raise StrategyError(f"keep_small={options.keep_small!r} must be 0 or more elements.")
     _refuse_without_use(options, strategy)
     _check_offload(options, strategy)
-    _check_pipeline(options)
+    _check_parts(options, strategy)
     _check_order(options)
     if options.loss_scale_growth_steps < 0:
         raise StrategyError(f"loss_scale_growth_steps={options.loss_scale_growth_steps!r} must be 0 or more.")
@@ -380,7 +490,7 @@ def make_options(kind: type[EngineOptions], strategy: str, given: dict[str, Any]
         raise StrategyError(f"loss_scale={options.loss_scale!r} must be at least 1.")
     if not options.timeout_s > 0:
         raise StrategyError(f"timeout_s={options.timeout_s!r} must be above 0 seconds.")
-    for field in fields(options):
-        if str(field.type).startswith("tuple") and isinstance(getattr(options, field.name), str):
-            raise StrategyError(f"{field.name}={getattr(options, field.name)!r} must be a list of names.")
+    for entry in fields(options):
+        if str(entry.type).startswith("tuple") and isinstance(getattr(options, entry.name), str):
+            raise StrategyError(f"{entry.name}={getattr(options, entry.name)!r} must be a list of names.")
     return options

@@ -6,20 +6,15 @@ makes the gradients final. Each stage has an engine of its own over the ranks th
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.batch_losses import BatchLosses
-from shardlight.strategies.engine.groups import EngineGroups
-from shardlight.strategies.engine.mesh import Mesh
 from shardlight.strategies.engine.part import ModelPart
 from shardlight.strategies.engine.partition import find_units
 from shardlight.strategies.engine.pipeline.balance import balance, check_balance
@@ -30,78 +25,36 @@ from shardlight.strategies.engine.pipeline.cut import Cut
 from shardlight.strategies.engine.pipeline.estimate import estimated_costs
 from shardlight.strategies.engine.pipeline.runner import Runner
 from shardlight.strategies.engine.pipeline.schedules import Schedule, build
-from shardlight.strategies.engine.plan import PLANS, StatePlan
-from shardlight.strategies.errors import CheckpointError, PipelineError, StrategyError
-from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, same_batch, split_batch
-from shardlight.strategies.options import ROWS, PipelineOptions
-from shardlight.strategies.process_group import engine_groups
-from shardlight.strategies.replayed_logs import ReplayedLogs, share_metrics
+from shardlight.strategies.engine.plan import StatePlan
+from shardlight.strategies.errors import PipelineError, StrategyError
+from shardlight.strategies.micro_batches import batch_kind, batch_rows, join_results, split_batch
+from shardlight.strategies.model_parallel import ModelParallel, whole_result
+from shardlight.strategies.options import PipelineOptions, StagedOptions
+from shardlight.strategies.replayed_logs import ReplayedLogs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Pipeline(ShardedStrategy):
+class Pipeline(ModelParallel):
     """Stages of a model on different ranks, micro-batches in flight between them; each stage under ZeRO 0 to 3.
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473).
     """
 
     plan: ClassVar[StatePlan] = StatePlan("pipeline", False, False, False, "window")
-    options: PipelineOptions
+    options: StagedOptions
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # A window is reduced once, whatever the row: gradients of micro-batches are added up where they arise.
-        self.plan = replace(PLANS[ROWS[self.options.zero]], name="pipeline", reduce="window")  # type: ignore[misc]
+        if self.staged:
+            # A window is reduced once, whatever the row: gradients of micro-batches are added up where they arise.
+            self.plan = replace(self.plan, reduce="window")  # type: ignore[misc]
         self._stage: _Stage | None = None
-        self.on_cut: Callable[[str], None] = rank_zero_info
-        """Is told on each rank, line by line, which blocks each stage gets."""
-
-    @classmethod
-    def defers(cls) -> bool:
-        """What other stages hold is never made here."""
-        return True
-
-    # --- the mesh
 
     @property
-    def mesh(self) -> Mesh:
-        """How the ranks are arranged. Raises: MeshError: they do not divide into the stages."""
-        return Mesh.over(self.world_size, self.options.stages)
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that see different data."""
-        return self.mesh.place(self.global_rank).data
-
-    @property
-    def data_world_size(self) -> int:
-        """How many ranks see different data."""
-        return self.mesh.data
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are dealt to pipelines, not to ranks."""
-        return {"num_replicas": self.data_world_size, "rank": self.data_rank}
-
-    def _configure_launcher(self) -> None:
-        Mesh.over(self.num_processes * self.num_nodes, self.options.stages)
-        super()._configure_launcher()
-
-    def _engine_groups(self) -> EngineGroups | None:
-        if self.world_size == 1:
-            return None
-        joint = self.stage.joint
-        return engine_groups(self._process_group_backend, self.timeout_s, self.options.shard_group, self.mesh, joint)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) ranks decided so."""
-        if self._engine is None or self.world_size == 1:
-            return super().reduce_boolean_decision(decision, all)
-        self.engine.agreement.meet("decision")
-        row = torch.tensor([int(decision)], dtype=torch.int64, device=self.root_device)
-        rows = self.engine.everyone.gather_small(row, "decision")
-        return bool(rows.all() if all else rows.any())
+    def staged(self) -> bool:
+        """Whether batches go through stages, one micro-batch after the other."""
+        return isinstance(self.options, PipelineOptions) or self.options.axes["pipeline"] > 1
 
     # --- the cut
 
@@ -115,12 +68,20 @@ class Pipeline(ShardedStrategy):
     @property
     def has_results(self) -> bool:
         """Whether steps run to their end on this rank, so that it has what they return."""
-        return self.stage.has_last
+        return not self.staged or self.stage.has_last
+
+    def _joint(self) -> Collection[tuple[int, ...]]:
+        return self.stage.joint if self.staged else ()
+
+    def _stage_of_results(self) -> int:
+        return self.stage.schedule.placement[-1] if self.staged else 0
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         super()._refuse(trainer)
         module = self.lightning_module
         assert module is not None
+        if not self.staged:
+            return
         if not module.automatic_optimization:
             raise PipelineError(
                 f"{type(module).__name__} uses manual optimization: under pipeline the schedule runs the backwards. "
@@ -133,7 +94,9 @@ class Pipeline(ShardedStrategy):
             )
 
     def _cut(self, module: nn.Module) -> ModelPart:
-        options, mesh = self.options, self.mesh
+        if not self.staged:
+            return super()._cut(module)
+        options, mesh, plan = self.options, self.mesh, self._tensor_plan(module)
         chain = find_chain(module, options.blocks)
         costs = estimated_costs(module, chain)
         schedule, counts = self._choose(chain, costs)
@@ -161,18 +124,19 @@ class Pipeline(ShardedStrategy):
         own = [(chain.names[i], chain.blocks[i]) for stage in cut.mine for i in ranges[stage]]
         self._stage = _Stage(cut, schedule, counts, sorted(set(shared.values())))
         self._say(chain, schedule, counts, costs)
-        return ModelPart(
+        part = ModelPart(
             blocks=own,
             shared={n: places for n, places in shared.items() if rank in places},
             elsewhere=frozenset(cut.dropped),
             writes=_writer_of_buffers(module, chain, ranges, schedule.placement, rank),
         )
+        return self._cut_matrices(module, plan, part)
 
     def _choose(self, chain: Chain, costs: ModelCosts) -> tuple[Schedule, tuple[int, ...]]:
         options = self.options
         if options.schedule == "auto":
             choice = choose(
-                options.stages,
+                options.axes["pipeline"],
                 options.per_batch,
                 costs,
                 chunks=options.chunks,
@@ -182,8 +146,8 @@ class Pipeline(ShardedStrategy):
             # Not choice.reason: by sizes of matrices, nothing is known of bytes of activations.
             idle = f"{taken.simulation.bubble:.1%} of the time is bubble"
             self.on_cut(f"pipeline: schedule {taken}, the fastest of {len(choice.candidates)}: {idle}")
-            return build(taken.name, options.stages, options.per_batch, taken.chunks), taken.balance
-        schedule = build(options.schedule, options.stages, options.per_batch, options.chunks)
+            return build(taken.name, options.axes["pipeline"], options.per_batch, taken.chunks), taken.balance
+        schedule = build(options.schedule, options.axes["pipeline"], options.per_batch, options.chunks)
         if options.balance:
             return schedule, check_balance(options.balance, len(chain.blocks), schedule.placement)
         times = [part.time for part in costs.blocks]
@@ -196,7 +160,8 @@ class Pipeline(ShardedStrategy):
             parts = list(costs.blocks[first : first + count])
             parts += [costs.before] * (stage == 0) + [costs.after] * (stage == len(counts) - 1)
             share, where = sum(part.time for part in parts) / total, f"{chain.name} {first} to {first + count - 1}"
-            ranks = [str(self.mesh.rank(schedule.placement[stage], place)) for place in range(self.mesh.data)]
+            place = schedule.placement[stage]
+            ranks = [str(n) for n in range(self.mesh.size) if self.mesh.place(n).pipeline == place]
             self.on_cut(
                 f"pipeline: stage {stage}, rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {where}, "
                 f"{share:.0%} of the work (by sizes of matrices)"
@@ -205,43 +170,21 @@ class Pipeline(ShardedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cuts the module, shards this rank's stage, and readies what runs the schedule."""
-        if self.data_world_size == 1:
-            # Every rank logs the same, whatever `sync_dist` is.
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+        if not self.staged:
+            super().setup(trainer)
+            return
         # Only ranks of the last stage have predictions.
         warnings.filterwarnings("ignore", message="predict returned None")
         super().setup(trainer)
         stage, module = self.stage, self.lightning_module
         assert module is not None
         if stage.runner is None:
-            ranks, mesh = self.engine.ranks, self.mesh
             stage.runner = Runner(stage.cut, self.engine, stage.schedule.placement)
             again = len(stage.cut.mine) > 1 or self.options.loss_over == "batch"
-            last = stage.schedule.placement[-1]
-            stage.logs = ReplayedLogs(module, ranks.pipeline, stage.cut.check, last, again)
-            share_metrics(module, ranks.everyone, [mesh.rank(last, place) for place in range(mesh.data)])
-
-    def _saves_window(self, path: Path) -> bool:
-        """No: which stage has what of an open window is not in checkpoints.
-
-        Raises: CheckpointError: there is an open one.
-        """
-        if self.interrupted:
-            return False
-        open_here = self.engine.gradients.unfinished() is not None
-        if any(self.engine.everyone.gather_objects(open_here, "save_checkpoint")):
-            raise CheckpointError(
-                f"{path}: a checkpoint inside an accumulation window is not possible under pipeline: save when the "
-                "optimizer has stepped, as ModelCheckpoint(every_n_train_steps=...) does."
-            )
-        return False
+            ranks, last = self.engine.ranks.pipeline, self._stage_of_results()
+            stage.logs = ReplayedLogs(module, ranks, stage.cut.check, last, again)
 
     # --- data
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, which is then the first stage's on all stages: whatever augmentation drew on each."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        return batch if self._engine is None else same_batch(batch, self.engine.ranks.pipeline)
 
     def _cut_batch(self, batch: Any) -> "_Parts":
         """Cuts a batch into micro-batches, as many on every pipeline. Collective."""
@@ -264,6 +207,8 @@ class Pipeline(ShardedStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Runs forward and backward of all micro-batches; returns the batch's mean loss, on every stage."""
+        if not self.staged:
+            return super().training_step(batch, *args, **kwargs)
         module, engine, stage = self.lightning_module, self.engine, self.stage
         assert module is not None and stage.runner is not None and stage.logs is not None
         self._before_batch = engine.window, engine.window.micro_batches
@@ -310,12 +255,14 @@ class Pipeline(ShardedStrategy):
             assert logs is not None
             self._weight = None
             logs.begin(parts.sizes[number], last)
-            return step(parts.batches[number], *args, **kwargs)
+            return whole_result(step(parts.batches[number], *args, **kwargs))
 
         return run
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Makes gradients final on a stepping batch: `training_step` has run the backwards."""
+        if not self.staged:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.lightning_module
         assert module is not None
         loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -324,6 +271,8 @@ class Pipeline(ShardedStrategy):
         return self.precision_plugin.post_backward(loss, module)
 
     def _evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.staged:
+            return super()._evaluation_step(step, *args, **kwargs)
         stage = self.stage
         assert stage.runner is not None and stage.logs is not None
         batch, *rest = args

@@ -126,6 +126,11 @@ def engine_groups(
     )
 
 
+def tensor_group(backend: str, timeout_s: float, mesh: Mesh) -> dist.ProcessGroup | None:
+    """Returns this rank's tensor group, before the others are known. Collective."""
+    return _own_group(backend, timeout_s, mesh.lines("tensor"))
+
+
 def _own_group(backend: str, timeout_s: float, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Returns this rank's of the groups of these ranks; None: it is in none."""
     key = backend, timeout_s, tuple(map(tuple, lists))

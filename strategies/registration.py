@@ -20,6 +20,8 @@ CLASSES = {
     "zero3": "ZeRO3",
     "infinity": "Infinity",
     "pipeline": "Pipeline",
+    "tensor": "TensorParallel",
+    "mesh": "MeshStrategy",
 }
 """By the name that `Trainer(strategy=...)` knows."""
 

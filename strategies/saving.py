@@ -188,14 +188,14 @@ class Saving(RankCalls):
         else:
             saved = trainer_state.load_rank(self._reader, self.global_rank % saved_by)
             self._data_position().loops.resume(saved.get("logged", {}))
-            stages = (self._reader.content.get("mesh") or {}).get("pipeline", 1), self.engine.ranks.pipeline.world_size
-            if saved_by == self.world_size and stages[0] == stages[1]:
+            there, here = self._reader.content.get("mesh") or {}, trainer_state.mesh_of(self.engine)
+            if saved_by == self.world_size and all(there.get(axis, 1) == here.get(axis, 1) for axis in _CUT):
                 self._randomness.resume(saved)
                 self._data_position().resume(saved)
             else:
                 notify(
-                    f"{self._reader.path} was saved by {_arranged(saved_by, stages[0])} and goes on with "
-                    f"{_arranged(self.world_size, stages[1]).removesuffix(' ranks')}: weights "
+                    f"{self._reader.path} was saved by {_arranged(saved_by, there)} and goes on with "
+                    f"{_arranged(self.world_size, here).removesuffix(' ranks')}: weights "
                     "and optimizer state are the same, and so are the samples that are left of an epoch; random "
                     "numbers, such as those of dropout, and which rank has which sample are not."
                 )
@@ -227,8 +227,13 @@ class Saving(RankCalls):
                 notify(f"{path} cannot be removed: {error}.")
 
 
-def _arranged(ranks: int, stages: int) -> str:
-    return f"{ranks} ranks" if stages == 1 else f"{ranks} ranks in {stages} stages"
+_CUT = {"pipeline": "{} stages", "tensor": "groups of {} that share matrices"}
+"""Axes of a mesh over which a model is cut, in words."""
+
+
+def _arranged(ranks: int, mesh: Mapping[str, int]) -> str:
+    parts = [words.format(mesh[axis]) for axis, words in _CUT.items() if mesh.get(axis, 1) > 1]
+    return " in ".join([f"{ranks} ranks", *parts])
 
 
 def _plain_state(module: nn.Module | None) -> dict[str, Any]:

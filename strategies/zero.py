@@ -6,7 +6,9 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054).
 from shardlight.strategies.base import ShardedStrategy
 from shardlight.strategies.engine.plan import PLANS
 from shardlight.strategies.layer_order import LayerOrder
+from shardlight.strategies.mesh import MeshStrategy
 from shardlight.strategies.pipeline import Pipeline
+from shardlight.strategies.tensor import TensorParallel
 
 
 class Single(ShardedStrategy):
@@ -49,6 +51,6 @@ class Infinity(LayerOrder):
 
 
 STRATEGIES: dict[str, type[ShardedStrategy]] = {
-    s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3, Infinity, Pipeline)
+    s.plan.name: s for s in (Single, DDP, ZeRO1, ZeRO2, ZeRO3, Infinity, Pipeline, TensorParallel, MeshStrategy)
 }
 """By the name in a config file, and in `Trainer(strategy=...)`."""

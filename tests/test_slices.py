@@ -115,7 +115,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A norm that all have, a projection cut by rows, one cut by columns, and one that one rank accounts for."""
+    """A norm that all have, a projection cut by rows, one cut by columns, and a factor that all have."""
 
     group = None
 
@@ -145,8 +145,7 @@ def parts(tensor):
     own = ((0, 1), (3, 8)) if tensor == 0 else ((1, 3), (8, HIDDEN))
     cut = {"up.weight": ((HIDDEN, WIDTH), 0), "up.bias": ((HIDDEN,), 0), "down.weight": ((WIDTH, HIDDEN), 1)}
     found = {f"{b}.{n}": Slice(shape, dim, own) for b in (1, 2) for n, (shape, dim) in cut.items()}
-    # Both ranks have all of it, and one accounts for it.
-    return found | {f"{b}.scale": Slice((2, WIDTH), 0, ((0, 2),), owner=1) for b in (1, 2)}
+    return found
 
 
 def engine(plan, mesh, groups, seed=0):

@@ -200,21 +200,23 @@ def _join(pieces: list[StoredTensor]) -> dict[str, StoredTensor]:
 
 def _about(engine: Engine, checkpoint: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns what is good to know of a checkpoint."""
-    ranks = engine.ranks
-    mesh = {"shard": ranks.shard.world_size, "replicate": ranks.replicate.world_size}
-    for axis in ("pipeline", "tensor"):
-        if (size := getattr(ranks, axis).world_size) > 1:
-            mesh[axis] = size
     return {
         "strategy": engine.plan.name,
         "step": checkpoint.get("global_step"),
         "epoch": checkpoint.get("epoch"),
         "saved_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "versions": _versions(),
-        "mesh": mesh,
+        "mesh": mesh_of(engine),
         "hf": encode(describe_models(engine.model), "hf", {}),
         "config": None if config is None else encode(config, "config", {}),
     }
+
+
+def mesh_of(engine: Engine) -> dict[str, int]:
+    """Returns how many ranks there are along each axis of the mesh, of those that cut a model where there are some."""
+    ranks = engine.ranks
+    sizes = {axis: getattr(ranks, axis).world_size for axis in ("shard", "replicate", "pipeline", "tensor")}
+    return {axis: n for axis, n in sizes.items() if n > 1 or axis in ("shard", "replicate")}
 
 
 @cache

@@ -12,6 +12,10 @@ MomentsDtype = Literal["bfloat16"]
 """What the optimizer's moments may be kept in."""
 Order = Literal["batch", "layer"]
 """Whether a batch goes through all units before the next one, or a unit has all micro-batches before the next unit."""
+Override = Literal["column", "row", "vocab", "whole"]
+"""How a layer is cut over a tensor group; whole: it is not, nor is anything in it."""
+Norms = Literal["whole", "sharded"]
+"""whole: what is between blocks is the same on all ranks of a group. sharded: it is divided along the sequence."""
 Recompute = Literal["no", "blocks", "blocks_reentrant"]
 """Whose activations are computed again in backward."""
 Compile = Literal["no", "blocks"]

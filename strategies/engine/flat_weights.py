@@ -131,7 +131,7 @@ class FlatWeights:
                 parameter._shardlight_dtype = self.home_dtype
                 mark(parameter, self._kind)
         if self.ranks.world.rank == 0 and self.ranks.tensor.world_size > 1:
-            self._take_start_weights_of_owners(start)
+            self._take_start_weights(start)
         self.ranks.world.broadcast(start, f"start weights of {self.name}")
         if self.mastered:
             self.full.copy_(start)
@@ -144,14 +144,12 @@ class FlatWeights:
         # Gathered from where it is.
         return self.collectives.pages.fresh(self.layout.shard_numel, self.home_dtype).copy_(start[self._own])
 
-    def _take_start_weights_of_owners(self, start: Tensor) -> None:
+    def _take_start_weights(self, start: Tensor) -> None:
         """Makes what several ranks of the tensor group have equal on them. Collective within it."""
         tensor = self.ranks.tensor
         for name, slot in sorted((s.name, n) for n, s in enumerate(self.layout.slots)):
-            part = self.part.slices.get(name)
-            if part is None or part.owner is not None:
-                mine = self.slice(slot, start).view(-1)
-                mine.copy_(tensor.gather_small(mine, f"start weights of {name}")[self.part.owner(name)])
+            if name not in self.part.slices:
+                tensor.broadcast(self.slice(slot, start).view(-1), f"start weights of {name}")
 
     def _on_disk(self) -> bool:
         """Whether `home` is to be on disk."""

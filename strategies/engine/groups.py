@@ -65,7 +65,7 @@ class Ranks:
         )
         """The ranks that see the same data."""
         self.joint: dict[tuple[int, ...], Ranks] = {
-            stages: Ranks(EngineGroups(group), device, transport, self.world)
+            stages: Ranks(EngineGroups(group, tensor=groups.tensor), device, transport, self.world)
             for stages, group in sorted(groups.joint.items())
         }
         """By stages that share parameters: state of these is sharded over all ranks of these stages."""

@@ -4,7 +4,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from shardlight.strategies.engine.pipeline.cut import seed_generators
+from shardlight.strategies.engine.seeding import seed_generators
 from torch import nn
 
 _MISSING = object()

@@ -20,19 +20,14 @@ class ModelPart:
     writes: Callable[[str], bool] = lambda name: True
     """Whether this stage is the one that writes a module buffer, given its name, to checkpoints."""
     slices: Mapping[str, Slice] = field(default_factory=dict)
-    """By name of a parameter of which this rank has a part: which. All ranks of a tensor group have the others."""
+    """By name of a parameter of which this rank has a part: which. All ranks of a tensor group have the others, and no
+    two of them the same element of these."""
     tensor_rank: int = 0
     """This rank's place in its tensor group."""
 
-    def owner(self, name: str) -> int:
-        """Returns the rank of the tensor group that accounts for a parameter, or for this rank's slice of it."""
-        part = self.slices.get(name)
-        own = part is not None and part.owner is None
-        return self.tensor_rank if own else 0 if part is None or part.owner is None else part.owner
-
     def accounts_for(self, name: str) -> bool:
-        """Whether that is this rank."""
-        return self.owner(name) == self.tensor_rank
+        """Whether of the ranks of a tensor group that have a parameter this one counts it in norms and checkpoints."""
+        return self.tensor_rank == 0 or name in self.slices
 
 
 WHOLE_MODEL = ModelPart()

@@ -28,9 +28,6 @@ class Slice:
     """[start, stop) along `dim`, in the order in which they lie in the local tensor."""
     padding: int = 0
     """Entries along `dim` behind them, which are zero and in no checkpoint."""
-    owner: int | None = None
-    """Where several ranks of the tensor group have these very elements (KV heads that are fewer than ranks): the one of
-    them, by its place in the group, that accounts for them in norms and checkpoints. None: no other has them."""
 
     @classmethod
     def whole(cls, shape: Shape) -> "Slice":

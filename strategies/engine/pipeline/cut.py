@@ -25,6 +25,7 @@ from shardlight.strategies.engine.deferred.tensors import home_of
 from shardlight.strategies.engine.pipeline.chain import Chain, check_ranges, stage_parameters
 from shardlight.strategies.engine.pipeline.placeholders import Foreign
 from shardlight.strategies.engine.pipeline.taint import Source, Tainted, running, tainted
+from shardlight.strategies.engine.seeding import seed_generators
 from shardlight.strategies.engine.transforms.forward import AroundCall
 from shardlight.strategies.errors import PipelineError
 from torch import Tensor, nn
@@ -407,17 +408,6 @@ def _put_back(copies: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
         # Batch norm does not count its writes as changes; nor does this, or buffers would seem new in every step.
         buffer.data.copy_(values)
     copies.clear()
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Lets the random numbers of the CPU and of a device begin anew.
-
-    Not `torch.manual_seed`: for kinds of devices that are not in use it notes where it was called from, which takes
-    longer than the rest of what is done for a micro-batch (0.3 to 1 ms).
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def _first_tensor(tree: Any) -> Tensor | None:

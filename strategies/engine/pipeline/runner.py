@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing, seed_generators
+from shardlight.strategies.engine.pipeline.cut import Cut, Outgoing
 from shardlight.strategies.engine.pipeline.messages import Messages
 from shardlight.strategies.engine.pipeline.schedules import Action, Kind, Schedule
 from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
+from shardlight.strategies.engine.seeding import seed_generators
 from torch import Tensor
 
 AHEAD = 3

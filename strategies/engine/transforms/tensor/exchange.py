@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.pipeline.taint import Tainted, tainted
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor
 from torch.autograd import Function
@@ -32,12 +33,16 @@ class TensorGroup:
         Args:
             own: the tensor is nobody else's, and may be overwritten.
         """
+        if type(tensor) is Tainted:
+            return tensor
         out = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
         self.collectives.all_reduce(out.view(-1), "tensor: sum")
         return out
 
     def gather(self, local: Tensor, dim: int, split: Split) -> Tensor:
         """Returns the whole tensor."""
+        if type(local) is Tainted:
+            return _resized(local, dim, split.size)
         front = local.movedim(dim, 0)
         most, rest = max(split.counts), front.shape[1:]
         plain = front.contiguous()
@@ -53,6 +58,8 @@ class TensorGroup:
 
     def sum_parts(self, full: Tensor, dim: int, split: Split) -> Tensor:
         """Returns this rank's part of the sum over the group; no entry is on two ranks."""
+        if type(full) is Tainted:
+            return _resized(full, dim, split.count(self.rank))
         front, most = full.movedim(dim, 0), max(split.counts)
         if split.in_order and min(split.counts) == most:
             flat = front.contiguous()
@@ -70,6 +77,13 @@ class TensorGroup:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+
+
+def _resized(tensor: Tainted, dim: int, size: int) -> Tensor:
+    """Returns a tensor without values, as it is with another size: nobody sends anything for it."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tainted(shape, tensor.dtype, tensor.device, tensor.source)
 
 
 def shared(tensor: Tensor, group: TensorGroup) -> Tensor:

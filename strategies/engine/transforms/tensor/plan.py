@@ -3,22 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from shardlight.strategies.engine.choices import Norms, Override
 from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.engine.transforms.tensor.find import Attention, Found, Linear, find_layers
 from shardlight.strategies.engine.transforms.tensor.layers import How, Layer
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from shardlight.strategies.errors import TensorError
 from torch import nn
-
-Override = Literal["column", "row", "vocab", "whole"]
-"""What `plan:` may say of a layer: see `How`; whole: it is not cut, nor is anything in it."""
-
-Norms = Literal["whole", "sharded"]
-"""whole: what is between blocks is the same on all ranks of a group. sharded: it is divided along the sequence."""
 
 _SHIPPED = {"colwise": "column", "rowwise": "row", "colwise_rep": "column", "colwise_gather_output": "column"}
 _SHIPPED |= {"rowwise_rep": "row", "rowwise_split_input": "row"}
@@ -42,6 +37,19 @@ class TensorPlan:
     backward, before they arrive at the parameter. (So are those of norms of heads or positions that are divided.)"""
     blocks: tuple[str, ...] = field(default=())
     """Modules that are given whole inputs where norms are sharded: what is in them is not known."""
+
+    def without(self, elsewhere: Collection[str]) -> "TensorPlan":
+        """Returns the plan of a model without some parameters: layers of which one is missing are left as they are.
+
+        Args:
+            elsewhere: names of parameters on other stages of a pipeline.
+        """
+        gone = {name.rpartition(".")[0] for name in elsewhere}
+        layers = {
+            n: layer for n, layer in self.layers.items() if not any(g == n or g.startswith(f"{n}.") for g in gone)
+        }
+        cuts = {n: cut for n, cut in self.cuts.items() if n not in elsewhere}
+        return replace(self, layers=layers, cuts=cuts) if elsewhere else self
 
     def slices(self, rank: int) -> dict[str, Slice]:
         """Returns which part a rank has, by name of each parameter that is cut; no two ranks have the same element."""

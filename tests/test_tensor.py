@@ -1,0 +1,151 @@
+"""Strategies tensor and mesh under Lightning's Trainer: losses, norms, weights and checkpoints of one process."""
+
+import itertools
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import run_ranks
+from models import OPTIMIZERS, TinyGPT
+from shardlight.strategies import MeshStrategy, TensorParallel
+from shardlight.strategies.checkpoint.reader import CheckpointReader
+from test_lightning_fit import make_trainer as trainer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+STEPS, ROWS = 3, 8
+
+
+def batch(number, rows=ROWS):
+    g = torch.Generator().manual_seed(number)
+    return torch.randint(17, (rows, 10), generator=g), torch.randint(17, (rows, 10), generator=g)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, tied=True, layers=3, dropout=0.0):
+        super().__init__()
+        self.options = {"tied": tied, "layers": layers}
+        self.losses, self.norms, self.predicted = [], [], []
+
+    def configure_model(self):
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = TinyGPT(heads=12, **self.options)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten()), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(float(self.trainer.strategy.gradient_norm()))
+        self.losses.append(self.trainer.strategy.window_loss)
+
+    def configure_optimizers(self):
+        return OPTIMIZERS["adamw"](self.parameters())
+
+
+def built(**kwargs):
+    """The module as a Trainer with precision 64-true builds it."""
+    module = Module(**kwargs)
+    torch.set_default_dtype(torch.float64)
+    module.configure_model()
+    torch.set_default_dtype(torch.float32)
+    return module
+
+
+def reference(accumulate, clip, replicas, steps=STEPS, **kwargs):
+    """One process on the joined batches."""
+    module = built(**kwargs)
+    optimizer = module.configure_optimizers()
+    losses, norms = [], []
+    for first in range(0, steps * accumulate, accumulate):
+        total = 0.0
+        for number in range(first * replicas, (first + accumulate) * replicas):
+            x, y = batch(number)
+            loss = F.cross_entropy(module.model(x).flatten(0, 1), y.flatten()) / (accumulate * replicas)
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf")).item())
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {n: p.detach() for n, p in module.named_parameters()}
+
+
+def _strategy(options):
+    return MeshStrategy(**options) if "tensor" in options else TensorParallel(**options)
+
+
+def layouts(rank, world, folder, cases):
+    for number, (options, accumulate, clip, kwargs) in enumerate(cases):
+        strategy, module = _strategy(options), Module(**kwargs)
+        lines = []
+        strategy.on_cut = lines.append
+        fit = trainer(strategy, world, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+        replicas = world // (options.get("size", options.get("tensor", 1)) * options.get("pipeline", 1))
+        place = strategy.data_rank
+        assert strategy.data_world_size == replicas
+        data = [batch(n * replicas + place) for n in range(STEPS * accumulate)]
+        fit.fit(module, DataLoader(data, batch_size=None), DataLoader([batch(99, 7)], batch_size=None))
+        losses, norms, weights = reference(accumulate, clip, replicas, **kwargs)
+        note = f"{options} on {world} ranks"
+        torch.testing.assert_close(module.losses, losses, rtol=1e-10, atol=1e-12, msg=lambda m, n=note: f"{n}: {m}")
+        torch.testing.assert_close(module.norms, norms, rtol=1e-10, atol=1e-12, msg=lambda m, n=note: f"{n}: {m}")
+        assert any("heads" in line for line in lines), lines
+        path = Path(folder) / f"{world}-{number}"
+        fit.save_checkpoint(path)
+        whole = built(**kwargs)
+        whole.load_state_dict(weights, strict=False)
+        saved = CheckpointReader(path)
+        for name, value in whole.named_parameters():
+            torch.testing.assert_close(
+                saved.read(f"model/{name}"), value.data, rtol=1e-9, atol=1e-9, msg=f"{note} {name}"
+            )
+        with torch.no_grad():
+            logits = whole.model(batch(99, 7)[0])
+            there = F.cross_entropy(logits.flatten(0, 1), batch(99, 7)[1].flatten())
+        torch.testing.assert_close(fit.callback_metrics["val_loss"].double(), there, rtol=1e-6, atol=1e-6)
+        predicted = fit.predict(module, DataLoader([batch(99, 7)], batch_size=None))
+        if strategy.has_results:
+            assert type(predicted[0]) is torch.Tensor
+            torch.testing.assert_close(predicted[0], logits, rtol=1e-9, atol=1e-9)
+
+
+def cases(world):
+    sizes = [n for n in (2, 3, 4) if world % n == 0]
+    found = [
+        (
+            {"size": size, "zero": zero, "norms": norms},
+            1 + (zero + size) % 2,
+            0.5 if zero % 2 else None,
+            {"tied": zero < 2},
+        )
+        for size, (zero, norms) in itertools.product(
+            sizes, ((0, "sharded"), (1, "whole"), (2, "whole"), (3, "sharded"))
+        )
+    ]
+    if world == 4:
+        found = [c for c in found if c[0]["size"] == 2 or c[0]["zero"] == 3]
+        found += [
+            (
+                {"pipeline": 2, "tensor": 2, "zero": zero, "schedule": schedule},
+                1 + zero % 2,
+                0.5,
+                {"tied": tied, "layers": 4},
+            )
+            for zero, schedule, tied in ((1, "1f1b", True), (3, "zbv", False))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_layout_gives_the_numbers_of_one_process(tmp_path, world):
+    run_ranks(layouts, world, timeout_s=120, init=False, folder=str(tmp_path), cases=cases(world))
