@@ -1,6 +1,5 @@
 """The ZeRO engine over models that are cut over tensor groups."""
 
-import copy
 from itertools import product
 
 import torch
@@ -13,6 +12,7 @@ from shardlight.strategies.engine.deferred.tensors import deferred_init
 from shardlight.strategies.engine.dtypes import DtypePolicy
 from shardlight.strategies.engine.engine import Engine
 from shardlight.strategies.engine.plan import PLANS
+from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.tensor.apply import apply
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
@@ -22,20 +22,46 @@ from test_tensor_models import Grouped, Model, sequential
 TENSOR, STEPS = 2, 3
 
 
-def model():
+def gpt():
     torch.manual_seed(0)
     return TinyGPT(heads=12).double()
 
 
-def trained_whole(optimizer, replicas):
-    whole = model()
-    steps = optimizer(whole.parameters())
+def grouped():
+    """Every rank has all of the weights of keys and values, and a head that is a function of the embedding's."""
+    torch.manual_seed(0)
+    return Model(lambda: Grouped(3), sequential).double()
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def trained_whole(make, replicas):
+    whole = make()
+    optimizer = adamw(whole.parameters())
     for step in range(STEPS):
-        steps.zero_grad()
+        optimizer.zero_grad()
         for place in range(replicas):
             (token_loss(whole, token_batch(10 * step + place, 4, torch.float64)) / replicas).backward()
-        steps.step()
+        optimizer.step()
     return dict(whole.named_parameters())
+
+
+def deferred_gpt():
+    with deferred_init():
+        return gpt()
+
+
+RUNS = [  # plan, model, norms, recompute
+    ("ddp", gpt, "whole", "no"),
+    ("zero1", grouped, "whole", "no"),
+    ("zero2", gpt, "sharded", "no"),
+    ("zero3", gpt, "whole", "no"),
+    ("zero3", deferred_gpt, "whole", "blocks"),
+    ("zero3", grouped, "sharded", "blocks"),
+    ("zero3", grouped, "sharded", "blocks_reentrant"),
+]
 
 
 def trained(rank, size):
@@ -43,34 +69,28 @@ def trained(rank, size):
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = TensorGroup(Collectives(tensor_groups[rank // TENSOR]))
-
-    def adamw(params):
-        return torch.optim.AdamW(params, lr=1e-2)
-
-    expected = trained_whole(adamw, size // TENSOR)
-    for name in ("ddp", "zero1", "zero2", "zero3"):
-        for deferred in (False, True) if name == "zero3" else (False,):
-            if deferred:
-                with deferred_init():
-                    mine = model()
-            else:
-                mine = copy.deepcopy(model())
-            plan = tensor_plan(mine, TENSOR, norms="sharded" if name == "zero2" else "whole")
-            apply(mine, plan, group)
-            optimizer = adamw(mine.parameters())
-            engine = Engine(mine, PLANS[name], data_groups[rank % TENSOR])
-            engine.take_optimizer(optimizer)
-            for step in range(STEPS):
-                with engine.forward():
-                    loss = token_loss(mine, token_batch(10 * step + rank // TENSOR, 4, torch.float64))
-                engine.backward(loss)
-                engine.close_window()
-                engine.step(optimizer)
-            assert not group.gathered
-            engine.detach()
-            for key, parameter in mine.named_parameters():
-                wanted = part(plan, key, expected[key].data, group.rank)
-                torch.testing.assert_close(parameter.data, wanted, rtol=0, atol=1e-9, msg=f"{name}: {key}")
+    expected = {make: trained_whole(make, size // TENSOR) for make in (gpt, grouped)}
+    expected[deferred_gpt] = expected[gpt]
+    for name, make, norms, recompute in RUNS:
+        mine = make()
+        plan = tensor_plan(mine, TENSOR, norms=norms)
+        apply(mine, plan, group)
+        optimizer = adamw(mine.parameters())
+        transforms = BlockTransforms(recompute=recompute)
+        engine = Engine(mine, PLANS[name], data_groups[rank % TENSOR], transforms=transforms)
+        engine.take_optimizer(optimizer)
+        for step in range(STEPS):
+            with engine.forward():
+                loss = token_loss(mine, token_batch(10 * step + rank // TENSOR, 4, torch.float64))
+            engine.backward(loss)
+            engine.close_window()
+            engine.step(optimizer)
+        assert not group.gathered
+        engine.detach()
+        for key, parameter in mine.named_parameters():
+            wanted = part(plan, key, expected[make][key].data, group.rank)
+            run = f"{name} {make.__name__} {norms} {recompute}: {key}"
+            torch.testing.assert_close(parameter.data, wanted, rtol=0, atol=1e-8, msg=run)
 
 
 def test_weights_are_those_of_one_process_under_every_strategy():

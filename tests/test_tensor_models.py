@@ -173,6 +173,9 @@ def shapes_of_attention(rank, size):
         plan = check_equal(double(Model, attention, sequential), on_tokens, group, norms=norms)
         assert len(plan.layers) >= 2 * 4 + 1
     check_equal(double(Model, Derived, Gated), on_tokens, group)
+    for length in (1, 3):  # fewer positions than ranks, or not as many on each
+        batch = [x[:, :length] for x in token_batch(1, 3, torch.float64)]
+        check_equal(double(Model, Derived), lambda m, batch=batch: token_loss(m, batch), group, norms="sharded")
     # One weight is used as a function too, outside of its layer.
     check_equal(double(MultiCall), lambda m: regression_loss(m, regression_batch(0, 4, torch.float64)), group)
 

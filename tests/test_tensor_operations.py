@@ -192,7 +192,7 @@ def writing(rank, size):
         x.add_(1)
     with torch._C.DisableTorchFunctionSubclass():
         torch.testing.assert_close(x + 1, operand((3, 6)).detach() + 1)
-    assert "Sharded(shape=(3, 6)" in repr(x)
+    assert "Sharded(shape=(3, 6)" in repr(x) == f"{x}"
     assert [float(v) for v in x[0]] == operand((3, 6))[0].tolist()
     assert x.shape == (3, 6) and len(x) == 3 and x.numel() == 18 and x.dtype == torch.float64
 

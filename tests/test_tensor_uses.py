@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from models import TinyGPT, token_batch
+from shardlight.framework import TrainingModule
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
 from shardlight.strategies.errors import StrategyError, TensorError
@@ -227,6 +228,7 @@ def losses(rank, size):
         ),
         "one word": lambda m: F.cross_entropy(m(idx)[0, 0], labels[1, 1]),
         "hook": with_hook,
+        "token_loss": lambda m: TrainingModule().token_loss(m(idx), labels, unit="bits"),
         "masked": lambda m: F.cross_entropy(m(idx)[labels != -100], labels[labels != -100]),
     }
     for step in divided.values():

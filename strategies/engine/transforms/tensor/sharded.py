@@ -136,6 +136,9 @@ class Sharded(Tensor):
         with _unseen():
             return f"Sharded(shape={tuple(self.whole_shape)}, dtype={self.dtype}, axis={self.axis})"
 
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
     def __deepcopy__(self, memo: dict) -> "Sharded":
         if id(self) not in memo:
             memo[id(self)] = sharded(self.local.detach().clone(), self.axis, self.division, self.group)
