@@ -36,8 +36,22 @@ def pytest_collection_finish() -> None:
     A collection that looks at all of it takes a second, and in a forked process copies the pages it lies on. The engine
     asks for collections, and so do tests: those look at what the test itself has made.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # workers that take all cores each would wait for one another
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`, a file runs in one worker, which sets up its fixtures once, and the files go out by name.
+
+    By the number of tests, as xdist would have it, the longest would come last: they are the files of few tests.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

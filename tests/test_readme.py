@@ -57,7 +57,7 @@ def block(language: str, words: str) -> str:
 
 def test_the_two_commands_of_a_fresh_machine_are_shown():
     assert "pip install -e . && shardlight fit examples/language_model/config.yaml\n" in TEXT
-    assert 'pip install -e ".[dev]" && pytest\n' in TEXT
+    assert 'pip install -e ".[dev]" && pytest -n 2\n' in TEXT
     assert len(shardlight_arguments()) >= 8
 
 
