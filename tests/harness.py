@@ -28,6 +28,7 @@ from pathlib import Path
 GRACE_S = 1.0  # after the first failure, so that other ranks can report too
 EXIT_S = 10.0  # between a rank's report and its end
 STACK_S = 2.0  # for a stuck rank to write its stack
+CONNECTED = "connected"  # how many ranks have their process group
 # Asks for a stack. One without a name: the Trainer's teardown puts back the handlers of all named signals as it knew
 # them, and it does not know of faulthandler's.
 STACK_SIGNAL = signal.SIGRTMIN + 1 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -220,17 +221,24 @@ def _rank(body, rank: int, world_size: int, settings: dict, kwargs: dict, pipe) 
     warnings.simplefilter("error")
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    store = None
     try:
         if settings["init"]:
             limit = timedelta(seconds=settings["timeout_s"] + 30)  # later than ours, which shows the stacks
-            store = f"file://{settings['folder']}/store"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=limit)
+            store = dist.FileStore(f"{settings['folder']}/store", world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+            store.add(CONNECTED, 1)
         else:
             os.environ.update(_launch_variables(rank, world_size, settings))
         word = pickle.dumps((body(rank, world_size, **kwargs), ""))
     except BaseException as fault:
         word = pickle.dumps((None, _describe(fault)))
     pipe.send_bytes(word)
+    if store is not None:
+        # A rank that is done at once would break the connections of one that is still making them.
+        deadline = time.monotonic() + GRACE_S
+        while store.add(CONNECTED, 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
     if dist.is_initialized():
         dist.destroy_process_group()
 
