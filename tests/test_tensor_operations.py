@@ -79,6 +79,7 @@ CASES = {  # name: (shape, divided dim, function, whether it needs no gather; No
     "two": ((3, 6), 1, lambda x, w: x * x.exp() / (1 + x.square()), True),
     "other dims": ((6, 6), 0, lambda x, w: x + x.t(), False),
     "softmax": ((3, 6, 4), 1, lambda x, w: x.softmax(-1), True),
+    "argmax across": ((3, 6, 4), 1, lambda x, w: x.round().argmax(1) + x.argmax(dim=1, keepdim=True) + x.sum(1), True),
     "softmax across": ((3, 6, 4), 1, lambda x, w: x.softmax(1), False),
     "sum": ((3, 6, 4), 1, lambda x, w: x.sum((0, 1)), True),
     "mean": ((3, 6, 4), 1, lambda x, w: x.mean(dim=1, keepdim=True) * x, True),

@@ -12,6 +12,7 @@ from models import TinyGPT, token_batch
 from shardlight.framework import TrainingModule
 from shardlight.strategies.engine.transforms.blocks import BlockTransforms
 from shardlight.strategies.engine.transforms.tensor.plan import tensor_plan
+from shardlight.strategies.engine.transforms.tensor.sharded import Sharded
 from shardlight.strategies.errors import StrategyError, TensorError
 from tensor_parity import check_equal, cut, gradients, part, same_gradients, tensor_group
 from test_tensor_models import VOCAB, WIDTH, Derived, Grouped, Model, double, on_tokens, sequential
@@ -256,6 +257,35 @@ def test_losses(size):
     run_ranks(losses, size)
 
 
+def evaluated(rank, size):
+    """Without gradients a parameter is whole inside forwards, and this rank's part outside, whatever a forward ended by."""
+
+    class Left(BaseException):
+        pass
+
+    group = tensor_group()
+    whole = gpt()
+    mine, plan = cut(whole, group)
+    idx, _ = token_batch(1, 3, torch.float64)
+    handle = mine.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(Left()))
+    with pytest.raises(Left):
+        mine(idx)
+    handle.remove()
+    with torch.no_grad():
+        assert type(mine.tokens.weight * 1.0) is torch.Tensor
+        out = mine(idx)
+        assert type(out) is Sharded
+        torch.testing.assert_close(out + 0.0 * torch.ones(VOCAB), whole(idx), rtol=0, atol=1e-10)
+        mine.tokens.weight.mul_(2.0)
+    torch.testing.assert_close(
+        mine.tokens.weight.detach(), part(plan, "tokens.weight", 2.0 * whole.tokens.weight, rank)
+    )
+
+
+def test_evaluation():
+    run_ranks(evaluated, 2)
+
+
 def faults(rank, size):
     model, _ = cut(double(TinyGPT, heads=12), tensor_group())
     idx, labels = token_batch(1, 3, torch.float64)
@@ -310,7 +340,7 @@ def sent(rank, size):
         share = (size - 1) / size
         # Per block 2 sums in forward and 2 in backward; the embedding's in forward, the head's in backward.
         sums = 4 * layers + 2
-        numbers = 4 * batch * length * 8 * (size - 1)
+        numbers = 3 * batch * length * 8 * (size - 1)
         expected = 2 * share * hidden * sums + numbers
         if norms == "sharded":
             # Norms' gradients, and those of positions.

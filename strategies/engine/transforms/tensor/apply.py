@@ -1,13 +1,14 @@
 """Cuts a module as its plan says: parameters become this rank's parts, layers exchange what they have to."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from shardlight.strategies.engine.collectives import Collectives
 from shardlight.strategies.engine.transforms.compile import is_compiled
-from shardlight.strategies.engine.transforms.forward import replace_forward
+from shardlight.strategies.engine.transforms.forward import AroundCall, replace_forward
 from shardlight.strategies.engine.transforms.tensor import elementwise, loss, products, reductions, views
-from shardlight.strategies.engine.transforms.tensor.cut_parameter import forward_begins, forward_ends, mark_cut
+from shardlight.strategies.engine.transforms.tensor.cut_parameter import forward_running, mark_cut
 from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
 from shardlight.strategies.engine.transforms.tensor.layers import whole_input
 from shardlight.strategies.engine.transforms.tensor.plan import TensorPlan
@@ -72,16 +73,13 @@ def apply(module: nn.Module, plan: TensorPlan, group: TensorGroup | Collectives)
 
 def _noted(module: nn.Module) -> Callable[[], None]:
     """Notes when a forward runs, with gradients or without; see [Note: cut parameters]."""
-    handles = (
-        module.register_forward_pre_hook(lambda *_: forward_begins()),
-        module.register_forward_hook(lambda *_: forward_ends(), always_call=True),
-    )
 
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with forward_running():
+            return around.call(*args, **kwargs)
 
-    return undo
+    around = AroundCall(module, run)
+    return around.undo
 
 
 def _no_fast_path(module: nn.TransformerEncoderLayer) -> Callable[[], None]:

@@ -7,7 +7,8 @@ without gradients outside of forwards, sees this rank's part: the engine, optimi
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,16 +40,15 @@ _forwards = 0
 """How many forwards of models are running."""
 
 
-def forward_begins() -> None:
+@contextmanager
+def forward_running() -> Iterator[None]:
     """Notes that the forward of a model with cut parameters runs."""
     global _forwards
     _forwards += 1
-
-
-def forward_ends() -> None:
-    """Notes that it has ended."""
-    global _forwards
-    _forwards -= 1
+    try:
+        yield
+    finally:
+        _forwards -= 1
 
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -49,7 +49,7 @@ def token_losses(
         target: (...), int64, whole.
         smoothing: of labels, as in F.cross_entropy.
     Raises: IndexError: a target is not in the vocabulary.
-    Cost: four numbers per position and rank are gathered, once; nothing is sent in backward.
+    Cost: three numbers per position and rank are gathered, once (four with smoothing); nothing is sent in backward.
     """
     bad = (target != ignored) & ((target < 0) | (target >= split.size))
     if target.device.type == "cpu":
@@ -70,36 +70,38 @@ class _TokenLosses(Function):
         first, stop = own[0] if own else (0, 0)
         here = (target >= first) & (target < stop) & (target != ignored)
         place = (target - first).masked_fill(~here, 0)
-        numbers = wide.new_zeros(4, target.numel())
+        kinds = 4 if smoothing else 3
+        numbers = wide.new_zeros(kinds, target.numel())
         if stop > first:
             highest = wide.amax(-1)
             powers = (wide - highest[..., None]).exp_()
             chosen = wide.gather(-1, place[..., None])[..., 0].masked_fill(~here, 0.0)
-            for into, value in zip(numbers, (highest, powers.sum(-1), chosen, wide.sum(-1)), strict=True):
-                into.copy_(value.reshape(-1))
+            totals = [wide.sum(-1)] if smoothing else []
+            torch.stack([x.reshape(-1) for x in (highest, powers.sum(-1), chosen, *totals)], out=numbers)
         else:
             numbers[0], powers = -torch.inf, wide
         everyone = numbers.new_empty(group.size * numbers.numel())
         group.collectives.all_gather(everyone, numbers.view(-1), "tensor: cross entropy")
-        highest, sums, chosen, totals = everyone.view(group.size, 4, -1).unbind(1)
+        highest, sums, chosen, *totals = everyone.view(group.size, kinds, -1).unbind(1)
         most = highest.amax(0)
         total = (sums * (highest - most).exp()).sum(0)
-        log_sum = total.log() + most
-        losses = log_sum - chosen.sum(0) * (1.0 - smoothing) - totals.sum(0) * (smoothing / split.size)
-        scale = (numbers[0] - most).exp() / total
-        ctx.save_for_backward(powers.mul_(scale.view(*target.shape, 1)) if stop > first else powers, here, place)
-        ctx.kept = target == ignored
+        losses = total.log() + most - chosen.sum(0) * (1.0 - smoothing)
+        if totals:
+            losses -= totals[0].sum(0) * (smoothing / split.size)
+        scale = ((numbers[0] - most).exp() / total).view(target.shape)
+        ctx.save_for_backward(powers, scale, here, place)
+        ctx.ignored = target == ignored
         ctx.smoothing, ctx.share, ctx.dtype = smoothing, smoothing / split.size, logits.dtype
-        return losses.view(target.shape).masked_fill(ctx.kept, 0.0)
+        return losses.view(target.shape).masked_fill(ctx.ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        shares, here, place = ctx.saved_tensors
-        if not shares.shape[-1]:
-            return shares.to(ctx.dtype), None, None, None, None, None
-        scale = gradient.masked_fill(ctx.kept, 0.0)[..., None]
-        out = shares * scale
+        powers, scale, here, place = ctx.saved_tensors
+        if not powers.shape[-1]:
+            return powers.to(ctx.dtype), None, None, None, None, None
+        own = gradient.masked_fill(ctx.ignored, 0.0)
+        out = powers * (own * scale)[..., None]
         if ctx.share:
-            out -= scale * ctx.share
-        out.scatter_add_(-1, place[..., None], scale * (-(1.0 - ctx.smoothing)) * here[..., None])
+            out -= own[..., None] * ctx.share
+        out.scatter_add_(-1, place[..., None], (own * (ctx.smoothing - 1.0) * here)[..., None])
         return out.to(ctx.dtype), None, None, None, None, None

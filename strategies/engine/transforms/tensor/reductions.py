@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from shardlight.strategies.engine.transforms.tensor.elementwise import seen
 from shardlight.strategies.engine.transforms.tensor.exchange import shared, summed
 from shardlight.strategies.engine.transforms.tensor.sharded import Sharded, local_of, named, on_parts, sharded
+from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor
 
 _DIM_AT = {
@@ -56,8 +58,11 @@ def _wrapped(result: Any, x: Sharded, dims: list[int]) -> Any:
 
 
 def _across(func: Callable, x: Sharded, dims: list[int], args: tuple, kwargs: dict) -> Any:
-    """Adds up over the dimension that is divided as well."""
+    """Adds up over the dimension that is divided as well, or finds the highest entry along it alone."""
     name = func.__name__
+    if name == "argmax" and dims == [x.axis] and x.division.once:
+        given = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
+        return _highest(x, keepdim=given.get("keepdim", False))
     if name not in ("sum", "mean") or not x.division.once:
         return NotImplemented
     options = dict(kwargs)
@@ -75,6 +80,21 @@ def _across(func: Callable, x: Sharded, dims: list[int], args: tuple, kwargs: di
     for dim in dims:
         count *= x.whole_shape[dim]
     return total / count
+
+
+def _highest(x: Sharded, keepdim: bool) -> Tensor:
+    """Returns where along the divided dimension the highest entry is, the first of equal ones; whole."""
+    local, group = x.local.detach(), x.group
+    shape = [n for dim, n in enumerate(x.whole_shape) if dim != x.axis]
+    value, place = local.new_full(shape, -torch.inf), torch.full(shape, x.division.size, device=local.device)
+    if local.shape[x.axis]:
+        value, index = local.max(x.axis)
+        place = torch.tensor(x.division.places(group.rank), device=local.device)[index]
+    everyone = Split.even(group.size, group.size)
+    values = group.gather(value[None].to(torch.float64), 0, everyone)
+    places = group.gather(place[None], 0, everyone)
+    found = places.masked_fill(values < values.amax(0), x.division.size).amin(0)
+    return found.unsqueeze(x.axis) if keepdim else found
 
 
 @on_parts(*named("layer_norm rms_norm"))
