@@ -26,7 +26,7 @@ from shardlight.strategies.engine.transforms.tensor.sharded import (
     sharded,
 )
 from shardlight.strategies.engine.transforms.tensor.split import Split
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -51,7 +51,8 @@ def entering(x: Tensor, group: TensorGroup) -> Tensor:
         entered = shared(gathered(cast, x.axis, x.division, group), group)
     else:
         entered = gathered_for_parts(cast, x.axis, x.division, group)
-    if entered is not x:
+    # Not on a parameter: what is kept there would be a view of the engine's buffer that outlives the step.
+    if entered is not x and not isinstance(x, nn.Parameter):
         x._shardlight_entered = (key, entered)  # type: ignore[attr-defined]
     return entered
 
