@@ -1,6 +1,7 @@
 """`shardlight check`: what can be known of a run before it starts, and `shardlight schema`: the same for an editor."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,20 +55,23 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
 
 def outline(config: "Config") -> str:
     """The run in one line: strategy, ranks, samples per step, length."""
-    from shardlight.strategies.options import PipelineOptions
-
     trainer, options = config.trainer, config.strategy.options
     ranks, accumulate = trainer.world_size, trainer.accumulate_grad_batches or 1
     parts = [f"{config.strategy.name} on {count(ranks, 'rank')}"]
     batch = config.data.argument("batch_size")
     taken, takers = count(accumulate, "micro-batch", "es"), count(ranks, "rank")
-    if isinstance(options, PipelineOptions):
-        ranks //= options.stages
-        taken, takers = count(accumulate, "batch", "es"), count(ranks, "data rank")  # micro-batches are parts of one
-        parts[0] += f" ({count(options.stages, 'stage')} x {takers})"
+    axes, words = options.axes, {"pipeline": "stage", "tensor": "slice"}
+    staged = config.strategy.name == "pipeline" or axes.get("pipeline", 1) > 1
+    if axes:
+        ranks //= math.prod(axes.values())
+        takers = count(ranks, "data rank")
+        cut = [count(size, words[axis]) for axis, size in axes.items() if size > 1 or len(axes) == 1]
+        parts[0] += f" ({' x '.join([*cut, takers])})"
+    if staged:
+        taken = count(accumulate, "batch", "es")  # micro-batches are parts of one
     if isinstance(batch, int):
         parts.append(f"{batch * accumulate * ranks} samples per step (batch_size {batch} x {taken} x {takers})")
-    if isinstance(options, PipelineOptions):
+    if staged:
         parts.append(f"each batch in {count(split_of(config), 'micro-batch', 'es')} by {options.schedule}")
     if isinstance(trainer.limit_train_batches, int):
         parts.append(f"{count(-(-trainer.limit_train_batches // accumulate), 'step')} per epoch at most")

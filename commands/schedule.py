@@ -75,15 +75,16 @@ def _times(text: str) -> tuple[float, float, float, float]:
 def _of_config(config: str, overrides: list[str], trust: list[str]) -> _Asked:
     """Returns what the strategy of a config says of its pipeline."""
     from shardlight.framework.config import load
-    from shardlight.strategies.options import PipelineOptions
+    from shardlight.strategies.options import StagedOptions
 
     loaded = load(config, overrides, trust, imports=False).config
     name, options = loaded.strategy.name, loaded.strategy.options
-    if not isinstance(options, PipelineOptions):
-        fail(f"{config}: strategy is {name}, which has no pipeline schedule. It is for strategy pipeline.")
+    if not isinstance(options, StagedOptions) or (name == "mesh" and options.pipeline == 1):
+        what = f"strategy is {name}, which has no pipeline schedule"
+        fail(f"{config}: {what}. It is for strategy pipeline, and for mesh with stages.")
     if not options.balance:
         typer.echo("strategy.balance is not set: drawn with equal stages. A run prints which blocks each stage gets.\n")
-    return _Asked(options.schedule, options.stages, split_of(loaded), options.chunks, options.balance)
+    return _Asked(options.schedule, options.axes["pipeline"], split_of(loaded), options.chunks, options.balance)
 
 
 def _draw(asked: _Asked, times: tuple[float, float, float, float], png: Path | None) -> None:

@@ -43,7 +43,7 @@ from shardlight.framework.sums import Sums
 from shardlight.framework.unit_names import class_names
 from shardlight.strategies.checkpoint.candidates import FOLDER
 from shardlight.strategies.errors import StrategyError
-from shardlight.strategies.options import OPTIONS, PipelineOptions, make_options, without_effect
+from shardlight.strategies.options import OPTIONS, make_options, without_effect
 
 USUAL_BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends of torch.compile that every version has; of others torch is asked."""
@@ -300,8 +300,7 @@ class _Building:
                 self.checker.fault(node.value[option], f"strategy.{fault}")
         if made is not BAD and made.shard_group:
             self.sums.shard_group(node.value["shard_group"], made.shard_group)
-        if isinstance(made, PipelineOptions):
-            self.sums.pipeline(node)
+        self.sums.mesh(node)
         module = self.targets.get("module")
         # Who cuts batches does it along whatever it likes.
         if made is not BAD and made.micro_batches and module is not None and "split_batch" not in module.defines:

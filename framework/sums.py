@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardlight.framework.schema import SECTIONS
 from shardlight.framework.source import Node
 from shardlight.strategies.engine.mesh import Mesh
 from shardlight.strategies.errors import MeshError
-from shardlight.strategies.options import PipelineOptions
+from shardlight.strategies.options import OPTIONS
 
 
 class Sums:
@@ -33,7 +34,7 @@ class Sums:
         self.nodes = self._number("trainer.num_nodes")
         self.accumulate = self._number("trainer.accumulate_grad_batches")
         self.whole = self._number("trainer.global_batch_size")
-        self.stages = self._stages()
+        self.axes = self._axes()
         self.data = targets.get("data")
         self.batch = self._batch()
 
@@ -49,24 +50,30 @@ class Sums:
 
     @property
     def data_ranks(self) -> Any:
-        """How many batches the ranks take at once, or BAD: those of a pipeline take one."""
-        if BAD in (self.world_size, self.stages) or self.world_size % self.stages:
+        """How many batches the ranks take at once, or BAD: those that a model is cut over take one."""
+        if BAD in (self.world_size, *self.axes.values()) or self.world_size % math.prod(self.axes.values()):
             return BAD
-        return self.world_size // self.stages
+        return self.world_size // math.prod(self.axes.values())
 
     @property
     def terms(self) -> str:
         """The terms of `data_ranks`."""
-        return self.ranks if self.stages == 1 else f"{self.ranks} / strategy.stages {self.stages}"
+        cut = [f" / strategy.{self._key(axis)} {size}" for axis, size in self.axes.items() if size != 1]
+        return self.ranks + "".join(cut)
 
-    def _stages(self) -> Any:
-        """Ranks that one batch goes through: 1 but for a pipeline."""
-        name = self.tree.find("strategy.name")
-        if name is None or name.value != "pipeline":
-            return 1
-        node = self.tree.find("strategy.stages")
-        value = PipelineOptions.stages if node is None else Checker([]).convert(node, int, "strategy.stages")
-        return value if value is not BAD and value >= 1 else BAD
+    def _key(self, axis: str) -> str:
+        """The option of the strategy that says how long an axis is."""
+        return OPTIONS[self.tree.find("strategy.name").value].sizes[axis]  # type: ignore[union-attr]
+
+    def _axes(self) -> dict[str, Any]:
+        """How many ranks a model is cut over, by axis of the mesh; BAD where it is faulty."""
+        name, found = self.tree.find("strategy.name"), {}
+        options = None if name is None or not isinstance(name.value, str) else OPTIONS.get(name.value)
+        for axis, key in (options.sizes if options is not None else {}).items():
+            node = self.tree.find(f"strategy.{key}")
+            value = getattr(options, key) if node is None else Checker([]).convert(node, int, f"strategy.{key}")
+            found[axis] = value if value is not BAD and value >= 1 else BAD
+        return found
 
     def _number(self, path: str, least: int = 1) -> Any:
         """A whole number of a section, its default where it is not set, BAD where it is faulty."""
@@ -158,18 +165,20 @@ class Sums:
         if self.data_ranks is BAD or self.data_ranks % size == 0:
             return
         fits = [n for n in range(1, self.data_ranks + 1) if self.data_ranks % n == 0]
-        ranks = f"{self.data_ranks} ranks{' of a stage' if self.stages > 1 else ''}"
+        ranks = f"{self.data_ranks} ranks{' of a stage' if self.axes.get('pipeline', 1) > 1 else ''}"
         text = f"{ranks} do not divide into groups of {size}. Use one of {fits}."
         self.checker.fault(node, f"strategy.shard_group is {size}: {text}")
 
-    def pipeline(self, node: Node) -> None:
-        """The ranks have to divide into stages (of the strategy at the node)."""
-        if BAD not in (self.world_size, self.stages):
+    def mesh(self, node: Node) -> None:
+        """The ranks have to divide into what a model is cut over (by the strategy at the node)."""
+        if self.axes and BAD not in (self.world_size, *self.axes.values()):
             try:
-                Mesh.over(self.world_size, self.stages)
+                Mesh.over(self.world_size, **self.axes)
             except MeshError as error:
-                at = node.value.get("stages", node.value["name"])
-                self.checker.fault(at, f"strategy.stages is {self.stages}: {self.ranks} = {error}")
+                cut = {self._key(axis): size for axis, size in self.axes.items() if size > 1}
+                at = next((node.value[key] for key in cut if key in node.value), node.value["name"])
+                said = " and ".join(f"strategy.{key} is {size}" for key, size in cut.items())
+                self.checker.fault(at, f"{said}: {self.ranks} = {error}")
 
     def micro_batches(self, asked: Node, parts: int) -> None:
         """A batch has to have as many samples as `strategy.micro_batches` (at the node) cuts it into."""

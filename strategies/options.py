@@ -5,7 +5,7 @@ No torch in here, so that a config can be checked without importing it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from shardlight.strategies.engine.choices import (
     Compile,
@@ -122,10 +122,13 @@ class EngineOptions:
     timeout_s: float = 600.0
     """Seconds after which a collective, or the arrival of all ranks at the start, fails instead of waiting on."""
 
+    sizes: ClassVar[Mapping[str, str]] = {}
+    """By axis of the mesh that a model is cut over, the option that says how many ranks."""
+
     @property
     def axes(self) -> dict[str, int]:
         """How many ranks a model is cut over, by axis of the mesh; nothing where every rank has all of it."""
-        return {}
+        return {axis: getattr(self, name) for axis, name in self.sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +212,7 @@ class PipelineOptions(StagedOptions):
     stages: int = 2
     """Ranks that a batch goes through. The other factor of the number of ranks see different data."""
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """See EngineOptions."""
-        return {"pipeline": self.stages}
+    sizes = {"pipeline": "stages"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +239,7 @@ class TensorOptions(CutOptions, EngineOptions):
     zero: Zero = 1
     """What the ranks that have the same part of the model shard among them, as ddp, zero1, zero2 and zero3 do."""
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """See EngineOptions."""
-        return {"tensor": self.size}
+    sizes = {"tensor": "size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,10 +252,7 @@ class MeshOptions(CutOptions, StagedOptions):
     tensor: int = 1
     """Ranks that matrices are cut over, as `size` of tensor; they follow each other."""
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """See EngineOptions."""
-        return {"pipeline": self.pipeline, "tensor": self.tensor}
+    sizes = {"pipeline": "pipeline", "tensor": "tensor"}
 
 
 OPTIONS: dict[str, type[EngineOptions]] = {

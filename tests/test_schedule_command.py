@@ -160,7 +160,7 @@ def config_with(folder, strategy, batch_size=8):
 
 def test_a_config_without_a_pipeline_has_no_schedule(tmp_path):
     config = config_with(tmp_path, "zero2")
-    said = f"{config}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline.\n"
+    said = f"{config}: strategy is zero2, which has no pipeline schedule. It is for strategy pipeline, and for mesh with stages.\n"
     assert command(config) == (2, "", said)
 
 

@@ -1,6 +1,6 @@
 """Strategies tensor and mesh under Lightning's Trainer: losses, norms, weights and checkpoints of one process."""
 
-import itertools
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,8 +8,10 @@ import pytest
 import torch
 from harness import run_ranks
 from models import OPTIMIZERS, TinyGPT
-from shardlight.strategies import MeshStrategy, TensorParallel
+from shardlight.strategies import MeshStrategy, TensorParallel, ZeRO3
 from shardlight.strategies.checkpoint.reader import CheckpointReader
+from shardlight.strategies.errors import MeshError, StrategyError, TensorError
+from shardlight.strategies.notices import Notice
 from test_lightning_fit import make_trainer as trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -120,32 +122,92 @@ def layouts(rank, world, folder, cases):
 
 
 def cases(world):
-    sizes = [n for n in (2, 3, 4) if world % n == 0]
-    found = [
-        (
-            {"size": size, "zero": zero, "norms": norms},
-            1 + (zero + size) % 2,
-            0.5 if zero % 2 else None,
-            {"tied": zero < 2},
-        )
-        for size, (zero, norms) in itertools.product(
-            sizes, ((0, "sharded"), (1, "whole"), (2, "whole"), (3, "sharded"))
-        )
-    ]
-    if world == 4:
-        found = [c for c in found if c[0]["size"] == 2 or c[0]["zero"] == 3]
-        found += [
-            (
-                {"pipeline": 2, "tensor": 2, "zero": zero, "schedule": schedule},
-                1 + zero % 2,
-                0.5,
-                {"tied": tied, "layers": 4},
-            )
-            for zero, schedule, tied in ((1, "1f1b", True), (3, "zbv", False))
+    if world == 3:
+        return [({"size": 3, "zero": 2, "norms": "sharded"}, 2, 0.5, {"tied": False})]
+    if world == 2:
+        rows = ((0, "sharded", True), (1, "whole", True), (3, "whole", False))
+        return [
+            ({"size": 2, "zero": z, "norms": n}, 1 + z % 2, 0.5 if z else None, {"tied": tied}) for z, n, tied in rows
         ]
-    return found
+    return [
+        ({"size": 2, "zero": 2}, 1, None, {"tied": True}),
+        ({"size": 2, "zero": 3, "norms": "sharded"}, 2, 0.5, {"tied": False}),
+        ({"pipeline": 2, "tensor": 2, "zero": 1, "schedule": "1f1b"}, 2, 0.5, {"tied": True, "layers": 4}),
+        ({"pipeline": 2, "tensor": 2, "zero": 3, "schedule": "zbv"}, 1, 0.5, {"tied": False, "layers": 4}),
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_layout_gives_the_numbers_of_one_process(tmp_path, world):
-    run_ranks(layouts, world, timeout_s=120, init=False, folder=str(tmp_path), cases=cases(world))
+    run_ranks(layouts, world, timeout_s=200, init=False, folder=str(tmp_path), cases=cases(world))
+
+
+MADE = {
+    "tensor": lambda: TensorParallel(size=2, zero=1),
+    "zero3": ZeRO3,
+    "mesh": lambda: MeshStrategy(pipeline=2, zero=3),
+}
+
+
+def resumed(rank, world, folder, first, then):
+    """Trains under one layout, and goes on under another from its checkpoint."""
+    loaders = DataLoader([batch(n) for n in range(4)], batch_size=None), DataLoader([batch(99)], batch_size=None)
+    fit = trainer(MADE[first](), world, folder, max_steps=2)
+    fit.fit(Module(), *loaders)
+    fit.save_checkpoint(f"{folder}/{first}")
+    fit = trainer(MADE[then](), world, folder, max_epochs=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.filterwarnings("always", category=Notice)
+        fit.fit(Module(), *loaders, ckpt_path=f"{folder}/{first}")
+    assert rank or any("groups of 2 that share matrices" in str(notice.message) for notice in told)
+    fit.save_checkpoint(f"{folder}/{first}-{then}")
+
+
+@pytest.mark.parametrize("first,then,batches", [("tensor", "zero3", [0, 1, 1, 2, 3]), ("mesh", "tensor", range(4))])
+def test_training_goes_on_under_another_layout(tmp_path, first, then, batches):
+    """Of two batches that one rank has read, two have read one each: the same, as this loader is not shared out."""
+    run_ranks(resumed, 2, timeout_s=100, init=False, folder=str(tmp_path), first=first, then=then)
+    found, module = CheckpointReader(tmp_path / f"{first}-{then}"), built()
+    assert found.content["step"] == len(batches)
+    optimizer = module.configure_optimizers()
+    for x, y in map(batch, batches):
+        F.cross_entropy(module.model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(
+            found.read(f"model/{name}"), value.data, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class Heads(Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.model = TinyGPT(heads=heads)
+
+
+class NoLayers(Module):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Conv1d(1, 1, 1)
+
+
+def refused(rank, world, folder):
+    loaders = DataLoader([batch(0)], batch_size=None), DataLoader([batch(1)], batch_size=None)
+    for make, options, match in (
+        (lambda: Heads(3), {}, "3 heads"),
+        (NoLayers, {}, "NoLayers has no layer that is cut over 2 ranks"),
+        (Module, {"plan": {"*.nothing": "row"}}, "nothing"),
+    ):
+        with pytest.raises(TensorError, match=match):
+            trainer(TensorParallel(size=2, **options), world, folder).fit(make(), *loaders)
+    with pytest.raises(MeshError, match="2 ranks do not divide into groups of 4 ranks"):
+        trainer(TensorParallel(size=4), world, folder)
+
+
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
+    run_ranks(refused, 2, init=False, folder=str(tmp_path))
+    with pytest.raises(StrategyError, match="size=0 must be at least 1"):
+        TensorParallel(size=0)
+    with pytest.raises(StrategyError, match="a layer is cut by column, row, vocab, or whole"):
+        TensorParallel(plan={"a": "b"})

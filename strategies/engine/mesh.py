@@ -108,11 +108,11 @@ def _no_fit(world_size: int, pipeline: int, tensor: int) -> str:
     less, more = world_size // others * others, -(-world_size // others) * others
     start = f"Start {less} or {more}" if less else f"Start {more}"
     if tensor == 1:
-        into, key = f"{pipeline} pipeline stages", "stages"
+        into, change = f"{pipeline} pipeline stages", "set stages to"
     elif pipeline == 1:
-        into, key = f"groups of {tensor} ranks that share matrices", "tensor"
+        into, change = f"groups of {tensor} ranks that share matrices", "make groups of"
     else:
         into = f"pipeline {pipeline} x tensor {tensor} = {others} ranks for each part of the data"
         return f"{world_size} ranks do not divide into {into}. {start}, or make the product smaller."
     fit = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    return f"{world_size} ranks do not divide into {into}. {start}, or set {key} to one of {fit}."
+    return f"{world_size} ranks do not divide into {into}. {start}, or {change} one of {fit}."
