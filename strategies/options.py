@@ -148,7 +148,7 @@ class InfinityOptions(EngineOptions):
     optimizer: Tier = "disk"
     """Where what the optimizer keeps (moments) is."""
 
-    staging_count: int = 3
+    staging_count: int = 4
     """Ranges of a streamed step that are read ahead, with the one that is computed. One ahead waits for the disk in a
     machine that has much to do; each more takes its weights, gradients and moments of memory."""
 

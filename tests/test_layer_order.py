@@ -230,7 +230,7 @@ def test_a_batch_is_logged_once_over_its_micro_batches(tmp_path):
         ("infinity", {"order": "layer", "micro_batches": 0}, "at least 1"),
         ("infinity", {"order": "depth"}, "'batch' or 'layer'"),
         ("zero2", {"order": "layer", "micro_batches": 2}, "order is for zero3 and infinity"),
-        ("ddp", {"micro_batches": 2}, "micro_batches is for zero3, infinity and pipeline"),
+        ("ddp", {"micro_batches": 2}, "micro_batches is for zero3, infinity"),
         ("pipeline", {"order": "layer"}, "order is for zero3 and infinity"),
     ],
 )

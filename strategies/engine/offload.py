@@ -26,7 +26,7 @@ class Offload:
     """Folder of the swap files, one per rank, best on a local NVMe disk. They have no name while they are in use, and
     are gone when their process ends, however that ends."""
 
-    staging_count: int = 3
+    staging_count: int = 4
     """Ranges of a streamed step that are read ahead, with the one that is computed. One ahead waits for the disk in a
     machine that has much to do; each more takes its weights, gradients and moments of memory."""
 
