@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -111,7 +112,7 @@ class FlatWeights:
         self.copied = False
         """Whether this rank's part of `full` is a copy of `home` as it is, written with the step."""
 
-    @property
+    @cached_property
     def copied_until(self) -> int:
         """What is before this element is accounted for by another rank of the tensor group."""
         return max((s.stop for s in self.layout.slots if not self.part.accounts_for(s.name)), default=0)

@@ -82,9 +82,15 @@ class Gradients:
         self._has_arrived(unit, number)
 
     def _has_arrived(self, unit: Unit, number: int) -> None:
-        self.window.arrive(number)
-        unit.fired.add((self._weights.turn, number))
-        if len(unit.fired) >= unit.expected * self._weights.turns_of(unit):
+        arrived = self.window.arrived
+        arrived[number] = arrived.get(number, 0) + 1
+        turns, expected = self._weights.interleaver, unit.expected
+        if turns is None:
+            unit.fired.add((0, number))
+        else:
+            unit.fired.add((turns.turn, number))
+            expected *= len(turns.users.get(unit, (0,)))
+        if len(unit.fired) >= expected:
             unit.fired.clear()
             if self.table.reduce == "micro_batch" and unit.stages is None:
                 self._need_reduction(unit)

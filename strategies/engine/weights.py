@@ -48,7 +48,7 @@ class Weights:
         """What the outermost `forward` context is for, and whether gradients were enabled."""
         self.turning: Unit | None = None
         """What forward holds or uses last and backward needs first: it stays in between."""
-        self._interleaver: Interleaver | None = None
+        self.interleaver: Interleaver | None = None
         """Whose micro-batches run now."""
         self._read_ahead = ReadAhead(table.units) if table.tiers is not None else None
         self._last: Unit | None = None
@@ -193,8 +193,8 @@ class Weights:
 
     def gather(self, unit: Unit) -> None:
         """Returns with the unit gathered on this rank; see [Note: agreement]."""
-        if self._interleaver is not None:
-            self._interleaver.use(unit)
+        if self.interleaver is not None:
+            self.interleaver.use(unit)
         if not unit.gathered:
             if self._in_pass == "backward" and not self._turned:
                 self._turned = True
@@ -309,22 +309,13 @@ class Weights:
             with self._hooks():
                 return work()
 
-        self._interleaver = interleaver
+        self.interleaver = interleaver
         try:
             return interleaver.run([partial(inside, work) for work in works])
         finally:
-            self._interleaver = None
+            self.interleaver = None
             for unit in self.table.units:
                 unit.awaited = 0
-
-    @property
-    def turn(self) -> int:
-        """Which micro-batch runs, of those that take turns."""
-        return 0 if self._interleaver is None else self._interleaver.turn
-
-    def turns_of(self, unit: Unit) -> int:
-        """Returns how many micro-batches use a unit, of those that take turns."""
-        return 1 if self._interleaver is None else len(self._interleaver.users.get(unit, (0,)))
 
     def _release_all(self, force: bool) -> None:
         if not self.table.plan.shard_parameters:

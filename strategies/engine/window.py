@@ -94,10 +94,6 @@ class Window:
             self.losses.append((loss, share))
         self.weight_sum += share
 
-    def arrive(self, number: int) -> None:
-        """Enters a contribution into the ledger."""
-        self.arrived[number] = self.arrived.get(number, 0) + 1
-
     def drop(self, number: int) -> None:
         """Forgets the gradient of a parameter."""
         self.arrived.pop(number, None)
