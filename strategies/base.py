@@ -45,7 +45,7 @@ _engines: "WeakKeyDictionary[nn.Module, ReferenceType[Engine]]" = WeakKeyDiction
 """The engine that holds a module's parameters now; a second Trainer takes the module over from the first."""
 
 _cut_by: "WeakKeyDictionary[nn.Module, ReferenceType[ShardedStrategy]]" = WeakKeyDictionary()
-"""By a module of which this rank has only a stage: whose stage that is."""
+"""By a module of which this rank has only a part: whose part that is."""
 
 
 class ShardedStrategy(DataLoading):
@@ -292,8 +292,8 @@ class ShardedStrategy(DataLoading):
         by = _cut_by.get(self.lightning_module)
         if by is not None and by() is not self:
             raise StrategyError(
-                f"this {type(self.lightning_module).__name__} is cut into stages by another pipeline, and the "
-                "other stages are not in this process: make a new module and load the checkpoint of that run, or use "
+                f"this {type(self.lightning_module).__name__} is cut by another strategy object, and the rest of it "
+                "is not in this process: make a new module and load the checkpoint of that run, or use "
                 "one Trainer for fit, validate, test and predict."
             )
         if self._layer_sync is not None and self.root_device.type == "cpu":

@@ -83,7 +83,7 @@ class Room:
     Attributes:
         everyone: what each rank found, by rank.
         whole: an optimizer needs whole parameters, so that its state cannot be on disk.
-        by_rank: of a pipeline, the units of each rank's stages; empty: every rank has `units`.
+        by_rank: where ranks have parts of the model, the units of each; empty: every rank has `units`.
     """
 
     units: Sequence[UnitShape]
@@ -183,9 +183,9 @@ def room_for(
     )
     mine = look_around(device, SWAP if offload is None else offload.disk or SWAP, model)
     everyone: list[Any] = [(mine, units)] * world_size
-    in_stages = data_ranks not in (None, world_size)
+    in_parts = data_ranks not in (None, world_size)
     if world_size > 1:
-        dist.all_gather_object(everyone, (mine, units if in_stages else None))
+        dist.all_gather_object(everyone, (mine, units if in_parts else None))
     setting = Setting(
         plan=plan,
         ranks=options.shard_group or data_ranks or world_size,
@@ -202,7 +202,7 @@ def room_for(
         rank=rank,
         everyone=[there for there, _ in everyone],
         whole=whole,
-        by_rank=[found for _, found in everyone] if in_stages else (),
+        by_rank=[found for _, found in everyone] if in_parts else (),
     )
 
 
@@ -247,7 +247,7 @@ def _disk(setting: Setting) -> str:
 
 
 def _smallest_change(room: Room, where: Where) -> str:
-    changes = _changes_of_stages(room.setting) if room.by_rank else _changes(room)
+    changes = _changes_of_parts(room.setting) if room.by_rank else _changes(room)
     for words, setting in changes:
         if not room.missing(setting):
             return f"This would fit: {words}."
@@ -262,7 +262,7 @@ def _smallest_change(room: Room, where: Where) -> str:
     lacking = room.missing(room.setting)[where]
     what = "disk space" if where == "disk" else "memory"
     if room.by_rank:
-        return f"It takes {in_words(lacking)} more {what}, more stages on more machines, or a smaller model."
+        return f"It takes {in_words(lacking)} more {what}, more ranks to cut it over, or a smaller model."
     return f"No strategy here would make it fit: it takes {in_words(lacking)} more {what}, or a smaller model."
 
 
@@ -299,10 +299,10 @@ def _changes(room: Room) -> Iterator[tuple[str, Setting]]:
     yield "strategy: infinity", replace(now, plan=plan, reduce=plan.reduce, offload=everything)
 
 
-def _changes_of_stages(now: Setting) -> Iterator[tuple[str, Setting]]:
-    """Yields those of a pipeline."""
+def _changes_of_parts(now: Setting) -> Iterator[tuple[str, Setting]]:
+    """Yields those of a model that ranks have parts of."""
     for zero, row in enumerate(ROWS):
-        plan = replace(PLANS[row], name="pipeline", reduce="window")
+        plan = replace(PLANS[row], name=now.plan.name, reduce=now.reduce)
         if now.ranks > 1 and _sharded_kinds(plan) > _sharded_kinds(now.plan):
             yield f"strategy.zero: {zero}", replace(now, plan=plan)
 
