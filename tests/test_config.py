@@ -222,13 +222,13 @@ def test_a_setting_in_two_places_names_both(project):
         ("checkpoint.name=x",
          "checkpoint.name is not a key of checkpoint. Choose from: "
          "every_n_steps, export_dtype, export_every_n_steps, mode, monitor, save_last, save_top_k."),
-        ("strategy.tp=4", "strategy.name is missing: one of single, ddp, zero1, zero2, zero3, infinity, pipeline."),
+        ("strategy.tp=4", "strategy.name is missing: one of single, ddp, zero1, zero2, zero3, infinity, pipeline, tensor, mesh."),
         ("strategy=zero4", "strategy.name must be a strategy, got 'zero4' (text). Did you mean 'zero3'?"),
         ("strategy=3", "strategy must be a name or a mapping, got 3 (number)."),
         ("strategy.name=[1]",
-         "strategy.name must be a strategy, got a list. Choose from: ddp, infinity, pipeline, single, zero1, zero2, zero3."),
+         "strategy.name must be a strategy, got a list. Choose from: ddp, infinity, mesh, pipeline, single, tensor, zero1, zero2, zero3."),
         ("strategy={name: zero2, timeout_s: -1}", "strategy.timeout_s=-1.0 must be above 0 seconds."),
-        ("strategy={name: zero1, keep_small: 8}", "strategy.keep_small is for zero3, infinity and pipeline: the weights of zero1 are always there. Leave it out."),
+        ("strategy={name: zero1, keep_small: 8}", "strategy.keep_small is for zero3, infinity, pipeline, tensor and mesh: the weights of zero1 are always there. Leave it out."),
         ("strategy={name: zero3, keep_small: many}", "strategy.keep_small must be a whole number, got 'many' (text)."),
         ("strategy={name: zero3, collectives: shm}", "strategy.collectives must be one of auto, gloo; got 'shm' (text)."),
         ("trainer.precision=fp16-mixed", "trainer.precision must be one of 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true; got 'fp16-mixed' (text). Did you mean 'bf16-mixed'?"),
@@ -280,7 +280,7 @@ def test_an_unknown_axis_and_a_bad_product_are_found_before_launch(project):
     ]
     assert faults_of(project(), "strategy=single") == [
         "command line: strategy single runs in one process, but trainer.devices 2 x trainer.num_nodes 1 = 2. "
-        "Choose ddp, zero1, zero2, zero3, infinity, pipeline, or set both to 1."
+        "Choose ddp, zero1, zero2, zero3, infinity, pipeline, tensor, mesh, or set both to 1."
     ]
 
 

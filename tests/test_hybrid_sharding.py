@@ -107,6 +107,7 @@ def check_refusals(rank, world_size):
 def test_groups_that_do_not_fit_are_refused():
     run_ranks(check_refusals, 2)
     with pytest.raises(
-        StrategyError, match="shard_group is for zero1, zero2, zero3, infinity and pipeline: ddp shards nothing"
+        StrategyError,
+        match="shard_group is for zero1, zero2, zero3, infinity, pipeline, tensor and mesh: ddp shards nothing",
     ):
         STRATEGIES["ddp"](shard_group=2)

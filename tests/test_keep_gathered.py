@@ -115,7 +115,7 @@ def test_only_zero3_has_something_to_keep():
     for name in ("single", "ddp", "zero1", "zero2"):
         with pytest.raises(
             StrategyError,
-            match=f"keep_gathered is for zero3, infinity and pipeline: the weights of {name} are always there",
+            match=f"keep_gathered is for zero3, infinity, pipeline, tensor and mesh: the weights of {name} are always there",
         ):
             make_options(EngineOptions, name, {"keep_gathered": "auto"})
     with pytest.raises(StrategyError, match="keep_gathered='yes' is not an option of zero3: use 'no', 'backward'"):

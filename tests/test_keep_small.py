@@ -278,7 +278,7 @@ def test_only_zero3_keeps_small_parameters():
     for name in ("single", "ddp", "zero1", "zero2"):
         with pytest.raises(
             StrategyError,
-            match=f"keep_small is for zero3, infinity and pipeline: the weights of {name} are always there",
+            match=f"keep_small is for zero3, infinity, pipeline, tensor and mesh: the weights of {name} are always there",
         ):
             make_options(EngineOptions, name, {"keep_small": 10})
     with pytest.raises(StrategyError, match="keep_small=-1 must be 0 or more elements"):

@@ -35,7 +35,7 @@ class Scalar(pl.LightningModule):
 def fit(rank, world_size, folder, bad, precision, **options):
     out = {}
     for name, strategy in STRATEGIES.items():
-        if name == "pipeline" or (name == "single" and world_size > 1):  # a pipeline needs blocks
+        if name in ("pipeline", "tensor", "mesh") or (name == "single" and world_size > 1):  # these need layers to cut
             continue
         module = Scalar(bad, rank)
         more = {"disk": f"{folder}/swap"} if name == "infinity" else {}

@@ -95,9 +95,9 @@ class Counts(CheckpointReader):
 
     elements = 0
 
-    def read_into(self, out, name, start=0):
+    def read_into(self, out, name, start=0, of=None):
         self.elements += out.numel() * ("gradient/" in name)
-        super().read_into(out, name, start)
+        super().read_into(out, name, start, of)
 
 
 def load_saved(world, kind, rank, groups, path):

@@ -36,9 +36,7 @@ class RankWriter:
         """
         entries: list[Entry] = []
         pieces: list[tuple[str, str, Shape, list[tuple[Entry, StoredPiece]]]] = []
-        # Largest elements first: every tensor is aligned to its element.
-        held = sorted(self._held, key=lambda h: -ITEMSIZE[h[4]])
-        for name, tensor, of, start, dtype in held:
+        for name, tensor, of, start, dtype in self._held:
             mine = []
             full = tuple(tensor.shape) if of is None else of.shape
             for box in (of or Slice.whole(full)).boxes(start, start + tensor.numel()):
@@ -50,6 +48,9 @@ class RankWriter:
             pieces.append((name, dtype, full, mine))
         if len({e.key for e in entries}) != len(entries):
             raise CheckpointError(f"{self.file}: something has two names that are the same")
+        # Largest elements first: every tensor is aligned to its element.
+        entries.sort(key=lambda e: -ITEMSIZE[e.dtype])
+        held = sorted(self._held, key=lambda h: -ITEMSIZE[h[4]])
         file = ChecksummedFile(folder / self.file)
         try:
             file.write(header(entries))
