@@ -299,10 +299,10 @@ def entry_points_body(rank, world, folder):
     after = fit.validate(module, val, verbose=False)
     if world > 1:
         other = trainer(Single() if world == 1 else "zero3", world, folder)
-        with pytest.raises(StrategyError, match="is cut into stages"):
+        with pytest.raises(StrategyError, match="is cut by another strategy object"):
             other.validate(module, val, verbose=False)
         other = trainer(Pipeline(stages=2), world, folder)
-        with pytest.raises(StrategyError, match="is cut into stages"):
+        with pytest.raises(StrategyError, match="is cut by another strategy object"):
             other.validate(module, val, verbose=False)
     return before, between, after, module.losses, predictions
 
