@@ -30,6 +30,7 @@ from shardlight.strategies.errors import CheckpointError, TensorError
 from shardlight.strategies.micro_batches import same_batch
 from shardlight.strategies.options import ROWS, CutOptions, StagedOptions, TensorOptions
 from shardlight.strategies.process_group import engine_groups, tensor_group
+from shardlight.strategies.random_state import random_state, set_random_state
 from shardlight.strategies.replayed_logs import share_metrics
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -154,6 +155,9 @@ class ModelParallel(ShardedStrategy):
         assert module is not None
         if self._tensor is not None:
             self._tensor.collectives = ranks.tensor  # whose bytes the engine counts
+            # Without a seed each process has begun with numbers of its own; what a step draws by Python or NumPy, and
+            # decides by it, is to be the same on all ranks of the group.
+            set_random_state(ranks.tensor.gather_objects(random_state(), "random numbers")[0])
         if mesh.data < mesh.size:
             share_metrics(module, ranks.everyone, [mesh.rank(self._stage_of_results(), n) for n in range(mesh.data)])
 

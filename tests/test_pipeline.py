@@ -47,9 +47,9 @@ class Module(pl.LightningModule):
         return OPTIMIZERS[self.optimizer_name](self.parameters())
 
 
-def reference(data, accumulate, clip, pipelines=1, steps=STEPS, **kwargs):
+def reference(data, accumulate, clip, pipelines=1, steps=STEPS, make=Module, **kwargs):
     """One process on the joined batches."""
-    module = Module(**kwargs)
+    module = make(**kwargs)
     optimizer = module.configure_optimizers()
     losses, norms = [], []
     for first in range(0, steps * accumulate, accumulate):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from shardlight.strategies.checkpoint import trainer_state
 from shardlight.strategies.checkpoint.live_export import export_running
 from shardlight.strategies.checkpoint.modules import read_state_dict
@@ -32,7 +33,7 @@ def slices(draw):
     dim = draw(st.integers(0, len(shape) - 1))
     edges = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6, unique=True)))
     ranges = list(zip(edges[::2], edges[1::2], strict=False)) or [(0, shape[dim])]
-    return Slice(shape, dim, tuple(draw(st.permutations(ranges))), draw(st.integers(0, 2)))
+    return Slice(shape, dim, tuple(draw(st.permutations(ranges))))
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,8 +53,7 @@ def test_any_range_of_a_part_is_these_elements_of_the_whole(part, data):
         assert [n for low, high in rows for n in range(low, high)] == list(
             range(box.offsets[0], box.offsets[0] + box.sizes[0])
         )
-    ones = part.of(torch.ones(part.shape)).reshape(-1)[start:stop].bool()
-    assert Counter(seen) == Counter(flat[ones].tolist())
+    assert Counter(seen) == Counter(flat.tolist())
     assert [b for b, _ in part.parts(flat, start)] == list(part.boxes(start, stop))
     runs = [(first, run.tolist()) for first, run in part.runs(flat, start)]
     assert all(run == list(range(first, first + len(run))) for first, run in runs)
@@ -243,5 +243,6 @@ def test_norms_weights_and_checkpoints_are_those_of_one_process(tmp_path, world)
                 torch.testing.assert_close(found.read(name), expected.read(name), rtol=1e-9, atol=1e-11, msg=name)
         loaded = read_state_dict(tmp_path / f"{plan}-{world}-loaded")
         assert all(torch.equal(t, reference[""].read(f"model/{n}")) for n, t in loaded.items())
-        exported = [(tmp_path / f"{plan}-{world}.export" / "model.safetensors").read_bytes()]
-        assert len(exported[0]) == len((tmp_path / "reference.export/model.safetensors").read_bytes())
+        saved = CheckpointReader(tmp_path / f"{plan}-{world}")
+        exported = load_file(tmp_path / f"{plan}-{world}.export" / "model.safetensors")
+        assert exported and all(torch.equal(t, saved.read(f"model/{n}")) for n, t in exported.items())

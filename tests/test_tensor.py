@@ -1,9 +1,11 @@
 """Strategies tensor and mesh under Lightning's Trainer: losses, norms, weights and checkpoints of one process."""
 
+import random
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from harness import run_ranks
@@ -13,15 +15,9 @@ from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.errors import MeshError, StrategyError, TensorError
 from shardlight.strategies.notices import Notice
 from test_lightning_fit import make_trainer as trainer
+from test_pipeline import STEPS, batch, reference
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-
-STEPS, ROWS = 3, 8
-
-
-def batch(number, rows=ROWS):
-    g = torch.Generator().manual_seed(number)
-    return torch.randint(17, (rows, 10), generator=g), torch.randint(17, (rows, 10), generator=g)
 
 
 class Module(pl.LightningModule):
@@ -63,25 +59,6 @@ def built(**kwargs):
     return module
 
 
-def reference(accumulate, clip, replicas, steps=STEPS, **kwargs):
-    """One process on the joined batches."""
-    module = built(**kwargs)
-    optimizer = module.configure_optimizers()
-    losses, norms = [], []
-    for first in range(0, steps * accumulate, accumulate):
-        total = 0.0
-        for number in range(first * replicas, (first + accumulate) * replicas):
-            x, y = batch(number)
-            loss = F.cross_entropy(module.model(x).flatten(0, 1), y.flatten()) / (accumulate * replicas)
-            loss.backward()
-            total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf")).item())
-        losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {n: p.detach() for n, p in module.named_parameters()}
-
-
 def _strategy(options):
     return MeshStrategy(**options) if "tensor" in options else TensorParallel(**options)
 
@@ -97,7 +74,7 @@ def layouts(rank, world, folder, cases):
         assert strategy.data_world_size == replicas
         data = [batch(n * replicas + place) for n in range(STEPS * accumulate)]
         fit.fit(module, DataLoader(data, batch_size=None), DataLoader([batch(99, 7)], batch_size=None))
-        losses, norms, weights = reference(accumulate, clip, replicas, **kwargs)
+        losses, norms, weights = reference(batch, accumulate, clip, replicas, make=built, **kwargs)
         note = f"{options} on {world} ranks"
         torch.testing.assert_close(module.losses, losses, rtol=1e-10, atol=1e-12, msg=lambda m, n=note: f"{n}: {m}")
         torch.testing.assert_close(module.norms, norms, rtol=1e-10, atol=1e-12, msg=lambda m, n=note: f"{n}: {m}")
@@ -211,3 +188,39 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
         TensorParallel(size=0)
     with pytest.raises(StrategyError, match="a layer is cut by column, row, vocab, or whole"):
         TensorParallel(plan={"a": "b"})
+
+
+class Unseeded(pl.LightningModule):
+    """Random features that each process draws, and a step that goes by Python's random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.seed()
+        self.model = TinyGPT(heads=12)
+        self.register_buffer("features", torch.randn(10, 12))
+        self.order = torch.nn.Parameter(torch.randperm(17), requires_grad=False)
+        self.drawn = []
+
+    def training_step(self, batch, batch_idx):
+        self.drawn += [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        logits = self.model(self.order[batch[0]]) + self.features[0, 0]
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def unseeded(rank, world, folder):
+    random.seed(rank)
+    np.random.seed(rank)
+    module = Unseeded()
+    fit = trainer(TensorParallel(size=2), world, folder, precision="32-true")
+    fit.fit(module, DataLoader([batch(n) for n in range(2)], batch_size=None))
+    whole = {n: p.detach().clone() for n, p in module.named_parameters() if n.endswith("norm.weight") or n == "order"}
+    return module.drawn, module.features.clone(), whole
+
+
+def test_ranks_of_a_group_that_were_not_seeded_draw_and_hold_the_same(tmp_path):
+    (drawn, features, whole), (others, there, same) = run_ranks(unseeded, 2, init=False, folder=str(tmp_path))
+    assert drawn == others and len(drawn) == 6 and torch.equal(features, there)
+    assert "order" in whole and all(torch.equal(value, same[name]) for name, value in whole.items())

@@ -1,13 +1,18 @@
 """Models cut over tensor groups give the numbers of whole ones, with no edit to their code."""
 
+import gc
 import math
 from itertools import product
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from models import MultiCall, TinyGPT, regression_batch, regression_loss, token_batch, token_loss
+from shardlight.strategies.engine.collectives import Collectives
+from shardlight.strategies.engine.transforms.tensor.exchange import TensorGroup
+from shardlight.strategies.engine.transforms.tensor.products import entering
 from tensor_parity import check_equal, tensor_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -183,3 +188,20 @@ def shapes_of_attention(rank, size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_attention_however_it_is_written(size):
     run_ranks(shapes_of_attention, size)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_layers_share_of_an_input_goes_with_it(backward):
+    """Of a leaf too: the input of a stage, or of a recomputation."""
+    group = TensorGroup(Collectives(None))
+    for leaf in (True, False):
+        x = torch.randn(3, 4, requires_grad=True)
+        x = x if leaf else x * 2
+        entered = entering(x, group)
+        assert entering(x, group) is entered
+        if backward:
+            entered.sum().backward()
+        gone = ref(entered)
+        del x, entered
+        gc.collect()
+        assert gone() is None

@@ -181,6 +181,10 @@ def encoders(rank, size):
             return out.square().sum() + weights.pow(3).sum()
 
         check_equal(attention, step, group)
+    for keys, values in ((18, WIDTH), (WIDTH, 15), (18, 15)):
+        other = double(nn.MultiheadAttention, WIDTH, 12, kdim=keys, vdim=values, batch_first=True)
+        plan = check_equal(other, lambda m, k=keys, v=values: m(x, y[..., :k], y[..., :v])[0].square().sum(), group)
+        assert list(plan.layers) == [""] and not plan.whole
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -144,7 +144,7 @@ def _own_part(engine: Engine, name: str, value: Tensor) -> tuple[int, Tensor]:
     """Returns (start, flat part) of what this rank writes; each element is written by one rank."""
     piece = engine.owned_piece(value) if isinstance(value, nn.Parameter) else None
     if piece is None:
-        mine = engine.collectives.rank == 0 and engine.ranks.tensor.rank == 0 and engine.part.writes(name)
+        mine = engine.writes_whole and engine.part.writes(name)
         return 0, value.detach().reshape(-1) if mine else value.detach().reshape(-1)[:0]
     return replica_share(engine, value, *piece)
 

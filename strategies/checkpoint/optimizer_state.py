@@ -46,7 +46,7 @@ def _add_state(
 ) -> dict[str, Any]:
     local = engine.local_parameters
     mine, whole = local.of(parameter, optimizer), local.is_whole(parameter, optimizer)
-    owner = engine.writes_pieces if local.plan.shard_optimizer else engine.collectives.rank == 0
+    owner = engine.writes_pieces if local.plan.shard_optimizer else engine.writes_whole
     scalars, tensors = {}, []
     for key, held in optimizer.state[parameter].items():
         # Of a parameter that is one number the moments are numbers as well, sharded or not.
@@ -74,7 +74,7 @@ def _part_to_write(engine: Engine, optimizer: Optimizer, parameter: nn.Parameter
         return replica_share(engine, parameter, start, flat)
     piece = engine.owned_piece(parameter)
     if piece is None:
-        return 0, flat[: flat.numel() if engine.collectives.rank == 0 else 0]
+        return 0, flat[: flat.numel() if engine.writes_whole else 0]
     first, part = replica_share(engine, parameter, *piece)
     assert (start, stop) == (0, flat.numel())
     return first, flat[first : first + part.numel()]

@@ -93,8 +93,6 @@ class CheckpointReader:
         """
         tensor = self.tensors[name]
         part_of = Slice.whole(tensor.shape) if of is None else of
-        if part_of.padding:
-            out.zero_()
         for low in range(0, out.numel(), _AT_ONCE):
             whole = part = out[low : low + _AT_ONCE]
             if isinstance(part, DiskTensor):

@@ -25,7 +25,6 @@ from shardlight.strategies.checkpoint.stored_values import EditedState, load_sta
 from shardlight.strategies.checkpoint.window import add_window
 from shardlight.strategies.checkpoint.writer import RankWriter
 from shardlight.strategies.engine.engine import Engine
-from shardlight.strategies.engine.slices import Slice
 from shardlight.strategies.errors import CheckpointError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -156,7 +155,7 @@ def _add_model(engine: Engine, state: Mapping[str, Any], writer: RankWriter) -> 
             if not first_of_slices or not (isinstance(value, nn.Parameter) or engine.part.writes(name)):
                 continue
             if turn == ranks.rank and piece is not None:
-                writer.add(f"model/{name}", piece[1], Slice.whole(tuple(value.shape)))
+                writer.add(f"model/{name}", piece[1], engine.slice_of(value))
             elif turn == ranks.rank:
                 writer.add(f"model/{name}", value)
             replicated += isinstance(value, nn.Parameter)

@@ -63,7 +63,6 @@ class WeightSource(Protocol):
         if of is None or of.is_whole:
             out.copy_(self.read(name, start, start + out.numel()))
             return
-        out.zero_()
         row = math.prod(of.shape[1:])
         for box, to in of.parts(out, start):
             for low, high in rows_of(box, of.shape, _CHUNK):

@@ -122,7 +122,7 @@ class Engine:
                 self.tiers,
                 part,
             )
-            self.replicas = Replicas(model, self.collectives)
+            self.replicas = Replicas(model, self.ranks)
         self.weights = Weights(model, self.table, self.agreement, keep_gathered)
         blocks = [root for spec in self.table.specs for root in spec.roots if spec.block]
         self._undo_transforms = (transforms or BlockTransforms()).apply(
@@ -375,6 +375,11 @@ class Engine:
     def writes_pieces(self) -> bool:
         """Whether of the ranks that have the same this is the one that writes what cannot be shared out among them."""
         return self.ranks.replicate.rank == 0 and self.ranks.tensor.rank == 0
+
+    @property
+    def writes_whole(self) -> bool:
+        """Whether of the ranks at one stage this is the one that writes what all of them have."""
+        return self.collectives.rank == 0 and self.ranks.tensor.rank == 0
 
     def slice_of(self, tensor: Tensor) -> Slice:
         """Returns which part of a logical tensor a parameter or any other tensor is, also a released one."""

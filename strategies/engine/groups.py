@@ -55,14 +55,8 @@ class Ranks:
         """One rank of each stage."""
         self.tensor = Collectives(groups.tensor, device, self.world, transport)
         """The ranks that have slices of the same parameters."""
-        same = groups.model is groups.pipeline, groups.model is groups.tensor
-        self.model = (
-            self.pipeline
-            if same[0]
-            else self.tensor
-            if same[1]
-            else Collectives(groups.model, device, self.world, transport)
-        )
+        known = {id(groups.pipeline): self.pipeline, id(groups.tensor): self.tensor}
+        self.model = known.get(id(groups.model)) or Collectives(groups.model, device, self.world, transport)
         """The ranks that see the same data."""
         self.joint: dict[tuple[int, ...], Ranks] = {
             stages: Ranks(EngineGroups(group, tensor=groups.tensor), device, transport, self.world)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of a logical tensor: `ranges` of dimension `dim`, one after the other, then `padding` zeros.
+    """A rank's part of a logical tensor: `ranges` of dimension `dim`, one after the other.
 
     Example: Slice((6, 4), 0, ((0, 1), (2, 3), (4, 5))) is rows 0, 2 and 4: a (3, 4) tensor.
     """
@@ -26,8 +26,6 @@ class Slice:
     dim: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
     """[start, stop) along `dim`, in the order in which they lie in the local tensor."""
-    padding: int = 0
-    """Entries along `dim` behind them, which are zero and in no checkpoint."""
 
     @classmethod
     def whole(cls, shape: Shape) -> "Slice":
@@ -37,30 +35,23 @@ class Slice:
     @property
     def is_whole(self) -> bool:
         """Whether the local tensor is the logical one."""
-        return not self.padding and (not self.shape or self.ranges == ((0, self.shape[self.dim]),))
+        return not self.shape or self.ranges == ((0, self.shape[self.dim]),)
 
     @property
     def local_shape(self) -> Shape:
         """The shape of the local tensor."""
         if not self.shape:
             return ()
-        own = sum(stop - start for start, stop in self.ranges) + self.padding
+        own = sum(stop - start for start, stop in self.ranges)
         return (*self.shape[: self.dim], own, *self.shape[self.dim + 1 :])
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the local part of a logical tensor, as a tensor of its own."""
         parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        if self.padding:
-            shape = list(self.shape)
-            shape[self.dim] = self.padding
-            parts.append(tensor.new_zeros(shape))
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """Yields which boxes of the logical tensor elements [start, stop) of the flattened local one are, in order.
-
-        What of them is padding is left out.
-        """
+        """Yields which boxes of the logical tensor elements [start, stop) of the flattened local one are, in order."""
         return (box for _, _, box in self._pairs(start, stop))
 
     def parts(self, flat: Tensor, start: int = 0) -> Iterator[tuple[Box, Tensor]]:

@@ -7,6 +7,7 @@ With this every gradient is complete when it arrives at its parameter, and whole
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardlight.strategies.engine.pipeline.taint import Tainted, tainted
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from torch import Tensor
 from torch.autograd import Function
+
+Move = Callable[[Tensor], Tensor]
 
 
 class TensorGroup:
@@ -88,111 +91,70 @@ def _resized(tensor: Tainted, dim: int, size: int) -> Tensor:
 
 def shared(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Returns a whole tensor as an operand of what is divided; see [Note: whole and partial]."""
-    return _Shared.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    return _Exchange.apply(tensor, Tensor.detach, group.sum)  # not a view: one would keep what it is a view of
 
 
 def summed(partial: Tensor, group: TensorGroup) -> Tensor:
     """Returns the whole sum of what the ranks have; `partial` is used up."""
-    return _Summed.apply(partial, group)
+    return _Exchange.apply(partial, lambda t: group.sum(t.detach(), own=True), lambda gradient: gradient)
 
 
 def gathered(local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
     """Returns the whole tensor of parts."""
-    return _Gathered.apply(local, dim, split, group)
+
+    def back(gradient: Tensor) -> Tensor:
+        part = group.part(gradient, dim, split)
+        if split.once:
+            return part
+        # What several ranks have was taken from one of them, so the others' has no gradient.
+        own = [at + n for a, b, r, at in split.cover if r == group.rank for n in range(b - a)]
+        index = torch.tensor(own, dtype=torch.int64, device=part.device)
+        return torch.zeros_like(part).index_copy(dim, index, part.index_select(dim, index))
+
+    return _Exchange.apply(local, lambda t: group.gather(t, dim, split), back)
 
 
 def gathered_for_parts(local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
     """Returns the whole tensor of parts, as an operand of what is divided otherwise."""
-    return _GatheredForParts.apply(local, dim, split, group)
-
-
-def part_of(full: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
-    """Returns this rank's part of a whole tensor."""
-    return _Part.apply(full, dim, split, group)
+    there, back = _gather_and_sum(dim, split, group)
+    return _Exchange.apply(local, there, back)
 
 
 def summed_part(partial: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
     """Returns this rank's part of the sum of what the ranks have."""
-    return _SummedPart.apply(partial, dim, split, group)
+    back, there = _gather_and_sum(dim, split, group)
+    return _Exchange.apply(partial, there, back)
 
 
-class _Shared(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return tensor.detach()  # not a view: one would keep what it is a view of
+def part_of(full: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
+    """Returns this rank's part of a whole tensor."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.group.sum(gradient), None
-
-
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(partial.detach(), own=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
-        ctx.place = dim, split, group
-        return group.gather(local, dim, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, split, group = ctx.place
-        local = group.part(gradient, dim, split)
-        if not split.once:
-            # What several ranks have was taken from one of them, so the others' has no gradient.
-            own = [at + n for a, b, r, at in split.cover if r == group.rank for n in range(b - a)]
-            kept = torch.zeros_like(local)
-            index = torch.tensor(own, dtype=torch.int64, device=local.device)
-            local = kept.index_copy(dim, index, local.index_select(dim, index))
-        return local, None, None, None
-
-
-class _GatheredForParts(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
-        ctx.place = dim, split, group
-        return group.gather(local, dim, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, split, group = ctx.place
-        return group.sum_parts(gradient, dim, split), None, None, None
-
-
-class _Part(Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
-        ctx.place = dim, split, group
-        return group.part(full, dim, split).detach().contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, split, group = ctx.place
+    def back(gradient: Tensor) -> Tensor:
         if split.once:
-            return group.gather(gradient, dim, split), None, None, None
+            return group.gather(gradient, dim, split)
         shape = list(gradient.shape)
         shape[dim] = split.size
-        full = gradient.new_zeros(shape)
-        index = torch.tensor(split.places(group.rank), dtype=torch.int64, device=full.device)
-        return group.sum(full.index_copy_(dim, index, gradient), own=True), None, None, None
+        index = torch.tensor(split.places(group.rank), dtype=torch.int64, device=gradient.device)
+        return group.sum(gradient.new_zeros(shape).index_copy_(dim, index, gradient), own=True)
+
+    return _Exchange.apply(full, lambda t: group.part(t, dim, split).detach().contiguous(), back)
 
 
-class _SummedPart(Function):
+def _gather_and_sum(dim: int, split: Split, group: TensorGroup) -> tuple[Move, Move]:
+    """Returns two functions of which each is the other's backward."""
+    return lambda t: group.gather(t, dim, split), lambda t: group.sum_parts(t, dim, split)
+
+
+class _Exchange(Function):
+    """One function in forward, and another one in backward."""
+
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, dim: int, split: Split, group: TensorGroup) -> Tensor:
-        ctx.place = dim, split, group
-        return group.sum_parts(partial, dim, split)
+    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, split, group = ctx.place
-        return group.gather(gradient, dim, split), None, None, None
+        return ctx.back(gradient), None, None

@@ -28,7 +28,7 @@ _KEYS = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear", "l
 _VALUES = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear", "linear_v", "w_v", "fc_v", "values")
 _FUSED = ("qkv", "c_attn", "qkv_proj", "wqkv", "to_qkv", "in_proj", "attn_qkv", "qkv_linear", "proj_qkv", "w_qkv")
 _FUSED += ("query_key_value", "attn_in", "w_pack", "attention_in", "fused_qkv")
-_PER_HEAD = ("query_key_value",)
+PER_HEAD = ("query_key_value",)
 """Of these the outputs of each head lie together."""
 _OUT = ("o_proj", "out_proj", "out", "o", "wo", "c_proj", "dense", "proj", "to_out", "output", "out_lin", "o_linear")
 _OUT += ("attn_out", "proj_out", "linear_out", "attention_out", "resid_proj", "fc_o", "w_o", "output_proj", "linear_o")
@@ -153,8 +153,8 @@ def _children(name: str, module: nn.Module, found: Found) -> dict[str, Linear]:
 
 def _multihead(name: str, module: Any, found: Found, taken: set[str]) -> None:
     taken.add(f"{name}.out_proj" if name else "out_proj")
-    if module.bias_k is not None or module.add_zero_attn or module.kdim != module.embed_dim != module.vdim:
-        found.left[name] = "nn.MultiheadAttention with bias_kv, add_zero_attn or other widths of keys"
+    if module.bias_k is not None or module.add_zero_attn:
+        found.left[name] = "nn.MultiheadAttention with bias_kv or add_zero_attn"
         return
     found.multiheads[name] = module
 

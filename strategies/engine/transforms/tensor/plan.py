@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from shardlight.strategies.engine.choices import Norms, Override
 from shardlight.strategies.engine.slices import Slice
-from shardlight.strategies.engine.transforms.tensor.find import Attention, Found, Linear, find_layers
+from shardlight.strategies.engine.transforms.tensor.find import PER_HEAD, Attention, Found, Linear, find_layers
 from shardlight.strategies.engine.transforms.tensor.layers import How, Layer
 from shardlight.strategies.engine.transforms.tensor.split import Split
 from shardlight.strategies.errors import TensorError
@@ -32,9 +32,6 @@ class TensorPlan:
     """Why a module with parameters of its own is not cut, by its name."""
     cuts: Mapping[str, tuple[tuple[int, ...], int, Split]]
     """By name of each parameter that is cut, all names of tied ones: its logical shape, the dimension, and how."""
-    summed: frozenset[str] = frozenset()
-    """Names of whole parameters of which each rank uses a part: their gradients are added up over the group in
-    backward, before they arrive at the parameter. (So are those of norms of heads or positions that are divided.)"""
     blocks: tuple[str, ...] = field(default=())
     """Modules that are given whole inputs where norms are sharded: what is in them is not known."""
 
@@ -96,10 +93,8 @@ def tensor_plan(
             cuts[f"{name}.{inner}" if name else inner] = (tuple(own[inner].shape), dim, split)
     _spread_to_ties(module, cuts)
     maker.rest(maker.found, cuts)
-    summed = [f"{n}.weight" for n, x in maker.layers.items() if x.how == "shared heads"]
-    summed += [f"{n}.bias" for n, x in maker.layers.items() if x.how == "shared heads" and modules[n].bias is not None]
     unknown = _unknown_blocks(module, maker.layers) if norms == "sharded" else ()
-    return TensorPlan(size, norms, maker.layers, maker.whole, cuts, frozenset(summed), unknown)
+    return TensorPlan(size, norms, maker.layers, maker.whole, cuts, unknown)
 
 
 def _spread_to_ties(module: nn.Module, cuts: dict[str, tuple[tuple[int, ...], int, Split]]) -> None:
@@ -246,7 +241,7 @@ class _Maker:
 
     def _fused(self, a: Attention, queries: Split, keys: Split, heads: str) -> None:
         assert a.fused is not None
-        if a.fused.own_name == "query_key_value" and a.heads == a.key_heads:
+        if a.fused.own_name in PER_HEAD and a.heads == a.key_heads:
             self._put(a.fused, "column", Split.even(3 * queries.size, self.size, 3 * a.width), heads)
             return
         how: How = "column" if keys.once else "shared heads"
@@ -321,7 +316,8 @@ class _Maker:
         """Says of every module with parameters that are whole why they are."""
         for name, module in self.modules.items():
             own = [n for n, _ in module.named_parameters(name, recurse=False)]
-            if name in self.layers or name in self.whole or all(n in cuts for n in own):
+            part_of_layer = any(around in self.layers for around in ("", *_around(name)))  # of an nn.MultiheadAttention
+            if name in self.layers or name in self.whole or part_of_layer or all(n in cuts for n in own):
                 continue
             self.whole[name] = "plan" if self._says(name) == "whole" else self._why_whole(name, module, found)
 

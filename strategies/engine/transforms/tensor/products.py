@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from shardlight.strategies.engine.transforms.tensor.elementwise import common_place, fits, operand, seen
@@ -42,8 +44,8 @@ def entering(x: Tensor, group: TensorGroup) -> Tensor:
     local = local_of(x) if type(x) is Sharded else x
     key = (group, local._version, dtype, torch.is_grad_enabled() and local.requires_grad)
     known = vars(x).get("_shardlight_entered")
-    if known is not None and known[0] == key:
-        return known[1]
+    if known is not None and known[0] == key and (entered := known[1]()) is not None:
+        return entered
     cast = local.to(dtype)
     if type(x) is not Sharded:
         entered = shared(cast, group)
@@ -53,8 +55,14 @@ def entering(x: Tensor, group: TensorGroup) -> Tensor:
         entered = gathered_for_parts(cast, x.axis, x.division, group)
     # Not on a parameter: what is kept there would be a view of the engine's buffer that outlives the step.
     if entered is not x and not isinstance(x, nn.Parameter):
-        x._shardlight_entered = (key, entered)  # type: ignore[attr-defined]
+        # The graph of a leaf's use refers to the leaf itself, in a way that no collection sees through.
+        held = ref(entered) if x.is_leaf and x.requires_grad else partial(_itself, entered)
+        x._shardlight_entered = (key, held)  # type: ignore[attr-defined]
     return entered
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def column(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, group: TensorGroup) -> Sharded:
@@ -73,15 +81,15 @@ def row(
         bias: whole; it is added once, to the sum.
         along_sequence: the result is divided along the last dimension but one.
     """
-    partial = F.linear(last_part(x, split, group), weight)
+    own = F.linear(last_part(x, split, group), weight)
     if bias is not None:
-        bias = as_held(bias).to(partial.dtype)
-    if along_sequence and partial.dim() > 1:
-        dim = partial.dim() - 2
-        positions = Split.even(partial.shape[dim], group.size)
-        part = summed_part(partial, dim, positions, group)
+        bias = as_held(bias).to(own.dtype)
+    if along_sequence and own.dim() > 1:
+        dim = own.dim() - 2
+        positions = Split.even(own.shape[dim], group.size)
+        part = summed_part(own, dim, positions, group)
         return sharded(part if bias is None else part + shared(bias, group), dim, positions, group)
-    out = summed(partial, group)
+    out = summed(own, group)
     return out if bias is None else out + bias
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from shardlight.strategies.engine.seeding import seed_generators
 
 _BETWEEN_RANKS = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 62
@@ -22,5 +23,5 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
     seed = (int(torch.randint(_SEEDS, ())) + rank * _BETWEEN_RANKS) % _SEEDS
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
+        seed_generators(seed, device)
         yield
