@@ -186,16 +186,20 @@ class Pipeline(ModelParallel):
 
     # --- data
 
-    def _cut_batch(self, batch: Any) -> "_Parts":
-        """Cuts a batch into micro-batches, as many on every pipeline. Collective."""
+    def _cut_batch(self, batch: Any, training: bool) -> "_Parts":
+        """Cuts a batch into micro-batches. Collective: in training over all ranks, with as many on every pipeline.
+
+        In an evaluation over those of this pipeline alone: another one may have no batch left.
+        """
         module = self.lightning_module
         own = getattr(module, "split_batch", None)
         rows = batch_rows(batch) if own is None else self.options.per_batch
         ranks = self.engine.ranks
         # Ranks of a stage run the same schedule, also where one's batch has fewer samples than there are parts.
         row = torch.tensor([[min(self.options.per_batch, rows), int(torch.randint(1 << 60, (1,)))]])
-        known = ranks.everyone.gather_small(row.to(self.root_device), "a batch's micro-batches").view(-1, 2).tolist()
-        parts, seed = min(most for most, _ in known), known[self.mesh.rank(0, self.data_rank)][1]
+        asked, first = (ranks.everyone, self.mesh.rank(0, self.data_rank)) if training else (ranks.model, 0)
+        known = asked.gather_small(row.to(self.root_device), "a batch's micro-batches").view(-1, 2).tolist()
+        parts, seed = min(most for most, _ in known), known[first][1]
         if not parts:
             raise PipelineError("a batch has no sample: let the data loader drop it.")
         split = split_batch(batch, rows, parts) if own is None else list(own(batch, parts))
@@ -214,7 +218,7 @@ class Pipeline(ModelParallel):
         self._before_batch = engine.window, engine.window.micro_batches
         if module.trainer.fit_loop.epoch_loop.batch_idx == 0 and not self._keeps_gradients(module):
             engine.gradients.drop_open_window()
-        parts = self._cut_batch(batch)
+        parts = self._cut_batch(batch, training=True)
         scale = self.precision_plugin.loss_scale
         engine.gradients.begin(scale.scale if scale is not None else 1.0)
         whole = self.options.loss_over == "batch"
@@ -278,7 +282,7 @@ class Pipeline(ModelParallel):
         batch, *rest = args
         name = step.__name__
         with torch.inference_mode(False), torch.no_grad():
-            parts = self._cut_batch(batch)
+            parts = self._cut_batch(batch, training=False)
 
             kinds = [(name, batch_kind(part)) for part in parts.batches]
             on_part = self._step_on(step, parts, rest, kwargs)

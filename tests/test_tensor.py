@@ -10,14 +10,14 @@ import pytest
 import torch
 from harness import run_ranks
 from models import OPTIMIZERS, TinyGPT
-from shardlight.strategies import MeshStrategy, TensorParallel, ZeRO3
+from shardlight.strategies import MeshStrategy, Pipeline, TensorParallel, ZeRO3
 from shardlight.strategies.checkpoint.reader import CheckpointReader
 from shardlight.strategies.errors import MeshError, StrategyError, TensorError
 from shardlight.strategies.notices import Notice
 from test_lightning_fit import make_trainer as trainer
 from test_pipeline import STEPS, batch, reference
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 
 class Module(pl.LightningModule):
@@ -224,3 +224,38 @@ def test_ranks_of_a_group_that_were_not_seeded_draw_and_hold_the_same(tmp_path):
     (drawn, features, whole), (others, there, same) = run_ranks(unseeded, 2, init=False, folder=str(tmp_path))
     assert drawn == others and len(drawn) == 6 and torch.equal(features, there)
     assert "order" in whole and all(torch.equal(value, same[name]) for name, value in whole.items())
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        x, y = batch(index, 1)
+        return x[0], y[0]
+
+
+def uneven(rank, world, folder):
+    """Of five samples one data rank has three and the other two: it is done while the first goes on."""
+    found = []
+    for strategy in (
+        Pipeline(stages=2, micro_batches=2, zero=3),
+        TensorParallel(size=2, zero=3),
+        MeshStrategy(pipeline=2, tensor=1, micro_batches=1),
+    ):
+        fit = trainer(strategy, world, folder, use_distributed_sampler=True, limit_train_batches=1)
+        fit.fit(Module(layers=4), DataLoader(Rows(), batch_size=2), DataLoader(Rows(), batch_size=1))
+        loss = float(fit.callback_metrics["val_loss"])
+        predicted = fit.predict(fit.lightning_module, DataLoader(Rows(), batch_size=1))
+        rows = sum(len(p) for p in predicted if p is not None)
+        found.append((loss, rows if strategy.has_results else 0))
+    return found
+
+
+def test_an_evaluation_of_unequal_lengths_ends(tmp_path):
+    first, *others = run_ranks(uneven, 4, timeout_s=120, init=False, folder=str(tmp_path))
+    losses = [[loss for loss, _ in ranks] for ranks in (first, *others)]
+    assert all(loss == pytest.approx(losses[0][0], rel=1e-6) for ranks in losses for loss in ranks)
+    # Two ranks of each mesh have the results of one data rank and two those of the other, or one each.
+    rows = [sorted(ranks[n][1] for ranks in (first, *others)) for n in range(3)]
+    assert rows == [[0, 0, 2, 3], [2, 2, 3, 3], [0, 0, 2, 3]]
