@@ -9,10 +9,10 @@ from command import run_command
 from harness import preload, run_ranks
 from shardlight import cli
 from shardlight.framework.bench import diff, meters, pipeline
-from shardlight.framework.bench.contenders.bubble import measure
+from shardlight.framework.bench.contenders.bubble import WIDTH, Clock, SleepingModel, measure, sleeping_split
 from shardlight.framework.bench.contenders.gpt import fixed_gpt, rows_of
 from shardlight.framework.bench.contenders.pipeline import BUILDERS, MICRO_BATCHES
-from shardlight.framework.bench.contenders.stages import Part, SavedBytes, counts_of
+from shardlight.framework.bench.contenders.stages import Part, PlainGradients, SavedBytes, counts_of
 from shardlight.framework.bench.pipeline import ALONE, OURS, PEERS, TRAINED, TRAINING_BARS, Sleeps, add_bubbles
 from shardlight.framework.bench.results import UNITS, Samples, meets, read
 from shardlight.framework.bench.sizes import SIZES, Size
@@ -62,6 +62,28 @@ def sleep_in_every_schedule(rank, ranks, group):
         assert slept_s >= MICRO_BATCHES * sum(seconds), (name, ranks)
         end_s = max(timed.end for timed in theory.timeline[rank])
         assert step_s >= 0.99 * end_s, (name, ranks, rank)
+
+
+def test_a_stage_that_sleeps_puts_off_what_a_schedule_may_put_off():
+    class Counted(Clock):
+        def sleep(self, seconds):
+            self.slept_s += seconds
+
+    clock = Counted()
+    model = SleepingModel(2, clock, 100.0, 10.0)
+    output = model(torch.ones(1, WIDTH)).sum()
+    assert clock.slept_s == 200.0
+    for at_once, then in ((False, 220.0), (True, 222.0)):
+        clock.slept_s = 200.0
+        split = sleeping_split(clock, 1.0)(
+            model(torch.ones(1, WIDTH)).sum(), None, None, PlainGradients(model), at_once
+        )
+        clock.slept_s = 200.0
+        split.input()
+        assert clock.slept_s == then
+        split.weight()
+        assert clock.slept_s == 222.0
+    assert output.item() == WIDTH and model.blocks[0].weight.grad is not None
 
 
 def training_body(rank, world):

@@ -13,7 +13,9 @@ from shardlight.framework.bench.contenders.loop import start_group
 from shardlight.framework.bench.contenders.stages import Pipelined
 from shardlight.framework.bench.turns import Turns
 from shardlight.strategies.engine.pipeline.schedules import build
+from shardlight.strategies.engine.pipeline.split_backward import SplitBackward
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 WIDTH = 8
 
@@ -52,28 +54,37 @@ class _Slept(torch.autograd.Function):
 
 
 class SleepingBlock(nn.Module):
-    """A block whose forward, input gradient and weights' gradient each take so many seconds."""
+    """A block whose forward and input gradient each take so many seconds; see `sleeping_split` for its weight's."""
 
-    def __init__(self, clock: Clock, seconds: tuple[float, float, float]) -> None:
+    def __init__(self, clock: Clock, forward_s: float, input_s: float) -> None:
         super().__init__()
         self.clock = clock
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.forward_s, self.input_s = forward_s, input_s
+        self.weight = nn.Parameter(torch.eye(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x plus the weight."""
-        forward_s, input_s, weight_s = self.seconds
-        weight = _Slept.apply(self.weight, self.clock, 0.0, weight_s)
-        return _Slept.apply(x, self.clock, forward_s, input_s) + weight
+        """Returns x times the weight: a product, whose second gradient a schedule may put off."""
+        return _Slept.apply(x, self.clock, self.forward_s, self.input_s) @ self.weight
+
+
+def sleeping_split(clock: Clock, weight_s: float) -> type[SplitBackward]:
+    """Returns the class of a backward in two parts in which a weight's gradient takes so many seconds."""
+
+    class Sleeping(SplitBackward):
+        def _add(self, edge: GradientEdge, left: Tensor, right: Tensor) -> None:
+            super()._add(edge, left, right)
+            clock.sleep(weight_s)
+
+    return Sleeping
 
 
 class SleepingModel(nn.Module):
     """Blocks that sleep, and a parameter before them: the first block has an input gradient, too."""
 
-    def __init__(self, blocks: int, clock: Clock, seconds: tuple[float, float, float]) -> None:
+    def __init__(self, blocks: int, clock: Clock, forward_s: float, input_s: float) -> None:
         super().__init__()
         self.start = nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList([SleepingBlock(clock, seconds) for _ in range(blocks)])
+        self.blocks = nn.ModuleList([SleepingBlock(clock, forward_s, input_s) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns (1, WIDTH)."""
@@ -94,8 +105,9 @@ def measure(request: dict[str, Any], group: dist.ProcessGroup) -> dict[str, list
     # Two blocks a rank, however many stages it has: all ranks have the same to do.
     clock, blocks = Clock(), 2 * schedule.ranks
     forward_s, input_s, weight_s = (seconds / 2 for seconds in request["seconds"])
-    model = SleepingModel(blocks, clock, (forward_s, input_s, weight_s))
+    model = SleepingModel(blocks, clock, forward_s, input_s)
     pipelined = Pipelined(model, schedule, (blocks // schedule.stages,) * schedule.stages, group)
+    pipelined.runner.split = sleeping_split(clock, weight_s)
     x = torch.ones(1, WIDTH)
     found: dict[str, list[float]] = {"step_s": [], "slept_s": []}
     for number in range(1 + request["rounds"]):
